@@ -1,0 +1,35 @@
+"""Generation-stamped replay buffers: late priorities reach their own record or none.
+
+A learner samples slot 7, computes a TD error and writes it back as the priority of slot 7.
+Meanwhile a writer may have put another record there, and the error lands on it, silently. Here each
+slot has a counter, each sample carries the counters that it saw as ``"index_generation"``, and
+``update_priority_if_present`` writes only where they still agree, and says where that was.
+
+Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
+compares it. ``lock.py`` is the lock that makes both atomic, ``result.py`` what an update reports.
+"""
+
+from __future__ import annotations
+
+from .buffers import (
+    ConditionalPriorityUpdates,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from .result import PriorityUpdateResult
+from .slots import SlotGenerations
+from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
+
+__all__ = [
+    "ConditionalPriorityUpdates",
+    "PrioritizedReplayBuffer",
+    "PriorityUpdateResult",
+    "ReplayBuffer",
+    "RoundRobinWriter",
+    "SlotGenerations",
+    "TensorDictPrioritizedReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictRoundRobinWriter",
+]

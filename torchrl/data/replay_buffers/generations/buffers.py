@@ -1,0 +1,892 @@
+"""Replay buffers whose priority updates reach only the record that they were computed from.
+
+:class:`ConditionalPriorityUpdates` is the whole of it; the four buffers are TorchRL's with the
+mix-in in front. A buffer of ours finds the table of its storage by itself, whoever put it there,
+and uses the table's lock as its write lock. On a storage without a table every method is TorchRL's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import replay_buffers as torchrl_buffers
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage, TensorStorage, Writer
+from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
+from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
+from torchrl.data.replay_buffers.utils import _reduce
+
+from .result import PriorityUpdateResult
+from .slots import TABLE_ATTRIBUTE, SlotGenerations, integer_tensor, slot_index
+from .writers import (
+    GENERATION_KEY,
+    RoundRobinWriter,
+    TensorDictRoundRobinWriter,
+    last_rows,
+    row_generations,
+    without_stamps,
+)
+
+# The mix-in stands before a TorchRL buffer class, whose methods and attributes it works with.
+if TYPE_CHECKING:
+    from torchrl.data import ReplayBuffer as _Buffer
+else:
+    _Buffer = object
+
+
+class ConditionalPriorityUpdates(_Buffer):
+    """Mix-in that gives a TorchRL buffer class generation stamps and conditional priority updates.
+
+    Put it before the TorchRL class: ``class Mine(ConditionalPriorityUpdates, SomeReplayBuffer)``.
+
+    The lock of the storage's table guards the records, the stamps and the priority tree. ``add``
+    and ``extend`` hold it from the first stamp to the last priority; a sample reads index, stamps
+    and data under it; a conditional update compares and writes under it (*Atomicity* in the design
+    notes).
+
+    Keyword Args:
+        track_generations (bool, optional): whether to stamp records, so that samples carry
+            ``"index_generation"`` and :meth:`update_priority_if_present` works. Builds the tracking
+            writer of the buffer's kind unless ``writer`` is given. Defaults to False.
+        writer (Writer or Callable[[], Writer], optional): see :class:`torchrl.data.ReplayBuffer`.
+
+    Raises:
+        ValueError: for ``track_generations=True`` with a writer that does not track, a storage with
+            ``ndim > 1``, or a priority sampler that holds fewer slots than the storage.
+        TypeError: for a kind of storage that cannot be tracked.
+
+    Examples:
+        >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
+        >>> class LoggedReplayBuffer(ConditionalPriorityUpdates, ReplayBuffer):
+        ...     pass
+        >>> rb = LoggedReplayBuffer(storage=LazyTensorStorage(4), track_generations=True)
+        >>> rb.writer.tracks_generations
+        True
+    """
+
+    _initialized: bool
+    # TorchRL's own write lock, for a storage without a table.
+    _stock_write_lock: Any = contextlib.nullcontext()
+    # How many add() and extend() calls are under way, nested ones. Guarded by the table's lock.
+    _writes_under_way: int = 0
+    # For the classes whose TorchRL constructor takes no generator.
+    _generator_argument: torch.Generator | None = None
+    # The stamps that an asynchronous learner's tree has seen. Guarded by the table's lock.
+    _seen: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        track_generations: bool = False,
+        writer: Writer | Callable[[], Writer] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._track_generations = track_generations
+        self._writer_argument = writer
+        if isinstance(writer, Writer):
+            self._check_tracks(writer)
+        super().__init__(*args, **kwargs)
+
+    # ------------------------------------------------------------------ the table and its lock
+
+    @property
+    def _table(self) -> SlotGenerations | None:
+        storage = self.__dict__.get("_storage")
+        return None if storage is None else getattr(storage, TABLE_ATTRIBUTE, None)
+
+    @property
+    def _write_lock(self) -> Any:
+        table = self._table
+        return self._stock_write_lock if table is None else table.lock
+
+    @_write_lock.setter
+    def _write_lock(self, lock: Any) -> None:
+        # TorchRL's share() sets one each time: it is only in use where there is no table.
+        self._stock_write_lock = lock
+
+    @contextlib.contextmanager
+    def _settled(self, other: SlotGenerations | None = None) -> Iterator[None]:
+        """Holds every lock, ``other``'s too, with no prefetch or background update still running.
+
+        They need the replay and table locks to finish, so they are waited for before those are
+        taken, and ``_futures_lock`` keeps new ones from starting.
+        """
+        with self._futures_lock:
+            self._synchronize_futures_locked()
+            tables = {id(table): table for table in (self._table, other) if table is not None}
+            with contextlib.ExitStack() as locks:
+                locks.enter_context(self._replay_lock)
+                if not tables:
+                    locks.enter_context(self._write_lock)
+                for table in sorted(tables.values(), key=lambda table: table.lock.order):
+                    locks.enter_context(table.lock)
+                yield
+
+    # ------------------------------------------------------------------ construction
+
+    def _init(self) -> None:
+        if self._initialized:
+            return
+        if self._generator_argument is not None:
+            self._init_generator = self._generator_argument
+        try:
+            super()._init()
+            self._check_tree(self._storage, self._priority_sampler)
+        except BaseException:
+            self._initialized = False
+            # TorchRL attaches the buffer first: what failed must not stay on a user's storage.
+            _detach(self, self.__dict__.get("_storage"))
+            raise
+        self._writer_argument = self._generator_argument = None
+
+    def _maybe_make_writer(self, writer: Writer | Callable[[], Writer] | None) -> Writer:
+        if self._writer_argument is not None:
+            writer = self._writer_argument
+        else:
+            cls = TensorDictRoundRobinWriter if self._is_tensordict else RoundRobinWriter
+            writer = cls(
+                compilable=bool(self._init_compilable), track_generations=self._track_generations
+            )
+        made = super()._maybe_make_writer(writer)
+        self._check_tracks(made)
+        if made.tracks_generations:  # also for TorchRL's own tracking writers
+            SlotGenerations.attach(self._storage)
+        return made
+
+    def _check_tracks(self, writer: Writer) -> None:
+        if self._track_generations and not writer.tracks_generations:
+            raise ValueError(
+                "track_generations=True needs a writer that tracks: got "
+                f"{type(writer).__name__} that does not. Pass "
+                "generations.RoundRobinWriter(track_generations=True), or no writer."
+            )
+
+    def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
+        """Makes sure that each tracked slot has its leaf: the compiled tree checks no bounds."""
+        table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
+        if table is None or not isinstance(sampler, PrioritizedSampler):
+            return
+        if sampler.max_size >= storage.max_size:
+            return
+        if storage.max_size < torch.iinfo(torch.int64).max:
+            raise ValueError(
+                "A tracking buffer needs a priority sampler with a leaf for every slot: got "
+                f"max_capacity={sampler.max_size} for a storage of {storage.max_size} slots."
+            )
+        table.limit_to_tree(sampler.max_size)
+
+    def _initialize_prioritized_sampler(self) -> None:
+        with self._replay_lock, self._write_lock:  # another buffer may be writing already
+            super()._initialize_prioritized_sampler()
+
+    # ------------------------------------------------------------------ writing records
+
+    @_maybe_delay_init
+    def add(self, data: Any, *, return_generation: bool = False) -> Any:
+        """Puts one record into the buffer; see :meth:`torchrl.data.ReplayBuffer.add`.
+
+        Args:
+            data: the record.
+
+        Keyword Args:
+            return_generation (bool, optional): whether to return the record's stamp, too.
+                Defaults to False.
+
+        Returns:
+            The slot, or with ``return_generation=True`` the handle ``(index, generation)``, taken
+            under the lock of the write: ``generation`` is an int64 tensor of shape ``[]``.
+
+        Raises:
+            RuntimeError: for ``return_generation=True`` if the writer does not track.
+        """
+        return self._write(partial(super().add, data), "add", return_generation)
+
+    @_maybe_delay_init
+    def extend(
+        self, data: Any, *, update_priority: bool | None = None, return_generation: bool = False
+    ) -> Any:
+        """Puts a batch of records into the buffer; see :meth:`torchrl.data.ReplayBuffer.extend`.
+
+        Args:
+            data: N records.
+
+        Keyword Args:
+            update_priority (bool, optional): see TorchRL's tensordict buffers.
+            return_generation (bool, optional): whether to return the records' stamps, too.
+                Defaults to False.
+
+        Returns:
+            The slots, int64 ``[N]``, or with ``return_generation=True`` a handle per row,
+            ``(index, generation)`` with ``generation`` int64 ``[N]``, taken under the lock of the
+            write. A row that a later row of the call overwrote carries -1.
+
+        Raises:
+            RuntimeError: for ``return_generation=True`` if the writer does not track.
+
+        Examples:
+            >>> import torch
+            >>> from torchrl.data import ListStorage
+            >>> rb = ReplayBuffer(storage=ListStorage(2), track_generations=True)
+            >>> rb.extend([10, 11, 12], return_generation=True)
+            (tensor([0, 1, 0]), tensor([-1,  0,  1]))
+        """
+        call = partial(super().extend, data, update_priority=update_priority)
+        return self._write(call, "extend", return_generation)
+
+    def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
+        """Runs one of TorchRL's writing calls as a single critical section."""
+        if return_generation and not self._writer.tracks_generations:
+            raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
+        table = self._table
+        if table is None:
+            return write()
+        with self._replay_lock, table.lock:
+            advances = table.num_advances
+            self._writes_under_way += 1
+            try:
+                index = write()
+            except BaseException:
+                if not isinstance(self._writer, RoundRobinWriter):
+                    # A writer that stamps after the data: nothing tells how far it came.
+                    table.advance_written()
+                raise
+            finally:
+                self._writes_under_way -= 1
+            if table.num_advances == advances and not _stamps_late(self._writer):
+                # A writer that does not stamp at all. -1 is a row that it rejected.
+                slots = torch.as_tensor(index).reshape(-1)
+                table.advance(slots[slots >= 0])
+            if return_generation:
+                return index, row_generations(table, index)
+            return index
+
+    @_maybe_delay_init
+    def __setitem__(self, index: Any, value: Any) -> None:
+        table = self._table
+        if table is None or _names_field(index):
+            super().__setitem__(index, value)
+            return
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        with self._replay_lock, table.lock:
+            slots = _slots_written(index, value, self._storage)
+            table.advance(slots)
+            super().__setitem__(index, without_stamps(value))
+            slots = slots[slots < len(self._storage)]
+            if slots.numel():
+                for entity in self._storage._attached_entities:
+                    entity.mark_update(slots)
+
+    @_maybe_delay_init
+    def empty(self, empty_write_count: bool = True) -> None:
+        """Empties the buffer, which makes every handle stale."""
+        table = self._table
+        if table is None:
+            super().empty(empty_write_count=empty_write_count)
+            return
+        with self._replay_lock, table.lock:
+            super().empty(empty_write_count=empty_write_count)
+            if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
+                table.advance_written()
+
+    # ------------------------------------------------------------------ priorities
+
+    @property
+    def _priority_sampler(self) -> PrioritizedSampler | None:
+        """The sampler that owns the priority tree, here or in an asynchronous learner."""
+        sampler = self._learner_sampler or self._sampler
+        return sampler if isinstance(sampler, PrioritizedSampler) else None
+
+    @_maybe_delay_init
+    def update_priority(self, index: Any, priority: Any) -> None:
+        """Writes priorities by slot, as TorchRL does, whatever record is in it now.
+
+        :meth:`update_priority_if_present` is the safe form.
+        """
+        table = self._table
+        if table is None:
+            super().update_priority(index, priority)
+            return
+        with self._replay_lock, table.lock:
+            if self._writes_under_way and torch.numel(index) > table.stamps.numel():
+                # The priorities that the records of an extend() carry. A row that was overwritten
+                # within the call has no record any more.
+                stays = last_rows(index)
+                index, priority = index[stays], priority[stays]
+            super().update_priority(index, priority)
+
+    @_maybe_delay_init
+    def update_priority_if_present(
+        self, *, index: Any, generation: Any, priority: Any
+    ) -> PriorityUpdateResult:
+        """Writes the priorities of the records that are still in their slots, and no others.
+
+        Everything is validated first. Then comparing the stamps and writing the priorities is one
+        step under the lock of the storage, for every writer of it (*Atomicity*, design notes).
+
+        Keyword Args:
+            index: the slots of N handles, as ``sample`` or ``extend`` gave them: int, sequence of
+                ints, NumPy array, integer tensor, or the tuple of per-dimension tensors of a
+                sampler. Trailing dimensions must repeat the slot.
+            generation: their stamps, integer, one per handle; never broadcast.
+            priority: one per handle, or one for all. Finite, not negative, and such that
+                ``(priority + eps) ** alpha`` (the sampling weight of Schaul et al. 2015,
+                https://arxiv.org/abs/1511.05952) is above 0 and at most the largest number of the
+                sampler's dtype over its capacity. Cast to that dtype. Trailing dimensions are
+                reduced by the sampler's ``reduction``.
+
+        Returns:
+            PriorityUpdateResult: ``updated_mask``, ``num_updated`` and ``num_stale``. The mask is
+            ``[N]``, or ``[]`` for an integer index. A handle is stale, which is no error, if its
+            record is gone, its stamp is -1, or its slot is out of range or past the length of the
+            storage. Of a live handle that comes twice, the last row wins; both count as updated.
+
+        Raises:
+            RuntimeError: if the writer does not track or the sampler has no priorities.
+            TypeError: if ``index`` or ``generation`` is not integer or ``priority`` is no number.
+            ValueError: if the numbers of handles, stamps and priorities differ, or for the first
+                priority outside its range. Nothing has changed then.
+
+        Examples:
+            >>> import torch
+            >>> from torchrl.data import LazyTensorStorage
+            >>> rb = PrioritizedReplayBuffer(
+            ...     alpha=1.0, beta=1.0, storage=LazyTensorStorage(4), track_generations=True
+            ... )
+            >>> index, generation = rb.extend(torch.arange(4), return_generation=True)
+            >>> _ = rb.extend(torch.arange(4, 6))  # other records take slots 0 and 1
+            >>> result = rb.update_priority_if_present(
+            ...     index=index, generation=generation, priority=[7.0, 7.0, 3.0, 3.0]
+            ... )
+            >>> result.updated_mask
+            tensor([False, False,  True,  True])
+            >>> result.num_updated, result.num_stale
+            (2, 2)
+        """
+        table, sampler = self._conditional_parts("update_priority_if_present")
+        slots, taken, mask_shape, device = _handles(index, generation)
+        rows = slots.numel()
+        priority = _checked_priority(priority, rows, sampler)
+        with self._replay_lock, table.lock:
+            self._catch_up()
+            live = table.is_live(slots.to(table.stamps.device), taken.to(table.stamps.device))
+            num_live = int(live.sum())
+            if num_live:
+                if num_live < rows:
+                    slots = slots[live.to(slots.device)]
+                    if priority.ndim:
+                        priority = priority[live.to(priority.device)]
+                if sampler.device.type != "cpu":  # a parallel scatter has no last row
+                    last = last_rows(slots)
+                    slots = slots[last]
+                    if priority.ndim:
+                        priority = priority[last.to(priority.device)]
+                sampler.update_priority(slots, priority, storage=self._storage)
+        return PriorityUpdateResult(updated_mask=live.reshape(mask_shape).to(device))
+
+    @_maybe_delay_init
+    def update_tensordict_priority_if_present(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a sample's records that are still in their slots.
+
+        The conditional form of ``update_tensordict_priority``; see
+        :meth:`update_priority_if_present`.
+
+        Args:
+            data (TensorDictBase): a sample of this buffer, ``[N]`` or ``[N, T]``, with ``"index"``,
+                ``"index_generation"`` and the buffer's ``priority_key``. Without the latter the
+                default priority is written, as TorchRL does.
+
+        Returns:
+            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``.
+
+        Raises:
+            KeyError: if ``"index"`` or ``"index_generation"`` is missing.
+            RuntimeError: if the writer does not track, the sampler has no priorities, or the buffer
+                is no tensordict buffer.
+            NotImplementedError: for a buffer with a ``Sequence`` sample unit.
+        """
+        name = "update_tensordict_priority_if_present"
+        if not self._is_tensordict:
+            raise RuntimeError(
+                f"{name}() needs a tensordict buffer: got {type(self).__name__}. Use "
+                "update_priority_if_present()."
+            )
+        self._conditional_parts(name)
+        if isinstance(self._sample_unit, SequenceUnit):
+            raise NotImplementedError(
+                f"{name}() does not know the stamps of a Sequence unit's anchors yet. Keep the "
+                "anchors' handles and use update_priority_if_present()."
+            )
+        for key in ("index", GENERATION_KEY):
+            if data.get(key, None) is None:
+                raise KeyError(
+                    f"{name}() needs {key!r} in the sample: got {sorted(map(str, data.keys()))}. "
+                    "Either it was sampled while the writer did not track, or a transform or a "
+                    "select() dropped the key."
+                )
+        of_td = self._get_priority_vector if data.ndim else self._get_priority_item
+        return self.update_priority_if_present(
+            index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
+        )
+
+    def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
+        table, sampler = self._table, self._priority_sampler
+        if table is None or not self._writer.tracks_generations:
+            raise RuntimeError(f"{name}() needs stamps. {_ENABLE_TRACKING}")
+        if sampler is None:
+            raise RuntimeError(
+                f"{name}() needs priorities: got a {type(self._sampler).__name__}. Build the "
+                "buffer with sampler=PrioritizedSampler(...), or as a prioritized buffer."
+            )
+        return table, sampler
+
+    # ------------------------------------------------------------------ asynchronous learners
+
+    @property
+    def _learner_sampler(self) -> Sampler | None:
+        """The private sampler of a ``sync=False`` learner."""
+        return self.__dict__.get("_prioritized_sampler")
+
+    def _catch_up(self) -> None:
+        """Gives every record that a ``sync=False`` tree has not seen the default priority."""
+        table = self._table
+        sampler = self._learner_sampler
+        if table is None or sampler is None:
+            return
+        stamps = table.stamps
+        length = len(self._storage)
+        if self._seen is None:
+            self._seen = torch.empty_like(stamps[:0])
+        known = self._seen.numel()
+        if known < stamps.numel():
+            self._seen.resize_(stamps.numel())
+            self._seen[known:] = -1
+        new = (stamps[:length] != self._seen[:length]).nonzero().reshape(-1)
+        if new.numel():
+            sampler.mark_update(new, storage=self._storage)
+            self._seen[new] = stamps[new]
+
+    def _catch_up_prioritized_sampler(self) -> None:
+        if self._table is None:
+            super()._catch_up_prioritized_sampler()
+        else:
+            self._catch_up()
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        if self._table is None or self._learner_sampler is None:
+            return super()._sample(batch_size)
+        # TorchRL catches up before it takes the lock: a record could come in between.
+        with self._replay_lock, self._write_lock:
+            return super()._sample(batch_size)
+
+    # ------------------------------------------------------------------ state and parts
+
+    @_maybe_delay_init
+    def state_dict(self) -> dict[str, Any]:
+        """Returns records, priorities, stamps and lineage at one point in time."""
+        with self._settled():
+            return super().state_dict()
+
+    @_maybe_delay_init
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state; :meth:`SlotGenerations.load_state_dict` tells which handles live on."""
+        with self._settled():
+            super().load_state_dict(state_dict)
+
+    @_maybe_delay_init
+    def dumps(self, path: str | Path) -> None:
+        """Saves records, priorities, stamps and lineage into the folder ``path``."""
+        with self._settled():
+            super().dumps(path)
+
+    @_maybe_delay_init
+    def loads(self, path: str | Path) -> None:
+        """Restores what :meth:`dumps` saved; see :meth:`load_state_dict`."""
+        with self._settled():
+            super().loads(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._initialized:
+            return super().__getstate__()
+        with self._settled():
+            return super().__getstate__()
+
+    @_maybe_delay_init
+    def set_storage(
+        self, storage: Storage, collate_fn: Callable[..., Any] | None = None
+    ) -> Storage:
+        """Moves a tracking buffer to another storage: writer, lock and priority tree follow.
+
+        Handles of the former storage are stale from then on, and so are those that other buffers
+        took of this one: their stamps could be equal. Without tracking, see
+        :meth:`torchrl.data.ReplayBuffer.set_storage`.
+
+        Args:
+            storage (Storage): the new storage.
+            collate_fn (Callable, optional): see :meth:`torchrl.data.ReplayBuffer.set_storage`.
+
+        Returns:
+            Storage: the former storage.
+
+        Raises:
+            TypeError: for a kind of storage that cannot be tracked.
+            ValueError: for ``ndim > 1``, or more slots than the priority sampler holds.
+        """
+        if not self._writer.tracks_generations:
+            return super().set_storage(storage, collate_fn)
+        table = SlotGenerations.attach(storage)
+        self._check_tree(storage, self._priority_sampler)
+        with self._settled(table):
+            former = super().set_storage(storage, collate_fn)
+            _detach(self, former)
+            storage.attach(self)
+            table.retire()
+            self._writer.register_storage(storage)
+            self._writer._cursor = 0
+            self._forget_priorities()
+        return former
+
+    @_maybe_delay_init
+    def set_writer(self, writer: Writer) -> Writer:
+        """Gives the buffer another writer and returns the former one.
+
+        Raises:
+            ValueError: if the buffer was built with ``track_generations=True`` and the writer does
+                not track.
+        """
+        self._check_tracks(writer)
+        table = SlotGenerations.attach(self._storage) if writer.tracks_generations else None
+        with self._settled(table):
+            return super().set_writer(writer)
+
+    @_maybe_delay_init
+    def set_sampler(self, sampler: Sampler) -> Sampler:
+        """Gives the buffer another sampler and returns the former one.
+
+        A priority sampler without priorities gets the default priority for every record.
+
+        Raises:
+            ValueError: if the sampler holds fewer slots than a tracked storage.
+        """
+        if self._table is None:
+            return super().set_sampler(sampler)
+        self._check_tree(self._storage, sampler)
+        with self._settled():
+            if isinstance(sampler, PrioritizedSampler) and self._learner_sampler is not None:
+                former, self._prioritized_sampler = self._learner_sampler, sampler
+                self._seen = None
+                return former
+            former = super().set_sampler(sampler)
+            if isinstance(sampler, PrioritizedSampler) and sampler._max_priority[0] is None:
+                self._initialize_prioritized_sampler()
+            return former
+
+    def _forget_priorities(self) -> None:
+        sampler = self._priority_sampler
+        if sampler is not None:
+            sampler._empty()
+        self._seen = None
+        self._initialize_prioritized_sampler()
+
+
+class ReplayBuffer(ConditionalPriorityUpdates, torchrl_buffers.ReplayBuffer):
+    """A replay buffer whose samples carry generation stamps.
+
+    See :class:`torchrl.data.ReplayBuffer` for the arguments that are not listed here.
+
+    Keyword Args:
+        track_generations (bool, optional): whether to stamp records. Defaults to False.
+        writer (Writer or Callable[[], Writer], optional): a tracking :class:`RoundRobinWriter`, or
+            any TorchRL writer.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage, PrioritizedSampler
+        >>> rb = ReplayBuffer(
+        ...     storage=LazyTensorStorage(4),
+        ...     sampler=PrioritizedSampler(4, alpha=1.0, beta=1.0),
+        ...     batch_size=2,
+        ...     track_generations=True,
+        ... )
+        >>> _ = rb.extend(torch.arange(4))
+        >>> data, info = rb.sample(return_info=True)
+        >>> result = rb.update_priority_if_present(
+        ...     index=info["index"], generation=info["index_generation"], priority=2.0
+        ... )
+        >>> result.num_updated, result.num_stale
+        (2, 0)
+    """
+
+
+class PrioritizedReplayBuffer(ReplayBuffer, torchrl_buffers.PrioritizedReplayBuffer):
+    """A prioritized replay buffer with generation stamps and conditional priority updates.
+
+    See :class:`torchrl.data.PrioritizedReplayBuffer` for the arguments that are not listed here.
+
+    Keyword Args:
+        alpha (float): exponent of the priorities.
+        beta (float): exponent of the importance weights.
+        writer (Writer or Callable[[], Writer], optional): see :class:`ReplayBuffer`.
+        shared (bool, optional): see :class:`torchrl.data.ReplayBuffer`. Defaults to False.
+        generator (torch.Generator, optional): source of randomness of the samples.
+        track_generations (bool, optional): whether to stamp records. Defaults to False.
+
+    Raises:
+        ValueError: for ``shared=True`` with prefetching.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage
+        >>> rb = PrioritizedReplayBuffer(
+        ...     alpha=0.7, beta=0.5, storage=LazyTensorStorage(4), track_generations=True
+        ... )
+        >>> index, generation = rb.extend(torch.arange(4), return_generation=True)
+        >>> rb.update_priority_if_present(
+        ...     index=index, generation=generation, priority=torch.rand(4)
+        ... ).num_updated
+        4
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float,
+        beta: float,
+        writer: Writer | Callable[[], Writer] | None = None,
+        shared: bool = False,
+        generator: torch.Generator | None = None,
+        track_generations: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if shared and kwargs.get("prefetch"):
+            raise ValueError(
+                "shared=True needs prefetch=None or 0, since threads do not reach other processes: "
+                f"got prefetch={kwargs['prefetch']}."
+            )
+        self._generator_argument = generator
+        super().__init__(
+            alpha=alpha, beta=beta, writer=writer, track_generations=track_generations, **kwargs
+        )
+        if shared:
+            self.share()
+
+
+class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffer):
+    """A tensordict replay buffer whose samples carry generation stamps.
+
+    See :class:`torchrl.data.TensorDictReplayBuffer` for the arguments that are not listed here, and
+    :class:`ReplayBuffer` for ``track_generations`` and ``writer``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage, PrioritizedSampler
+        >>> rb = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(4),
+        ...     sampler=PrioritizedSampler(4, alpha=1.0, beta=1.0),
+        ...     batch_size=2,
+        ...     track_generations=True,
+        ... )
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))
+        >>> sample = rb.sample()
+        >>> sample["td_error"] = torch.tensor([0.5, 0.25])
+        >>> rb.update_tensordict_priority_if_present(sample).num_updated
+        2
+    """
+
+    def extend(
+        self,
+        tensordicts: TensorDictBase,
+        *,
+        update_priority: bool | None = None,
+        return_generation: bool = False,
+    ) -> Any:
+        """Puts a batch of records into the buffer; see :meth:`ReplayBuffer.extend`."""
+        return super().extend(
+            tensordicts, update_priority=update_priority, return_generation=return_generation
+        )
+
+
+class TensorDictPrioritizedReplayBuffer(
+    TensorDictReplayBuffer, torchrl_buffers.TensorDictPrioritizedReplayBuffer
+):
+    """A prioritized tensordict replay buffer with stamps and conditional priority updates.
+
+    See :class:`torchrl.data.TensorDictPrioritizedReplayBuffer` for the other arguments, and
+    :class:`ReplayBuffer` for ``track_generations`` and ``writer``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage
+        >>> rb = TensorDictPrioritizedReplayBuffer(
+        ...     alpha=0.7,
+        ...     beta=0.5,
+        ...     storage=LazyTensorStorage(4),
+        ...     batch_size=4,
+        ...     track_generations=True,
+        ... )
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))
+        >>> sample = rb.sample()
+        >>> _ = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))  # a full lap
+        >>> sample["td_error"] = torch.ones(4)
+        >>> result = rb.update_tensordict_priority_if_present(sample)
+        >>> result.num_updated, result.num_stale
+        (0, 4)
+    """
+
+
+_ENABLE_TRACKING = (
+    "Build the buffer with track_generations=True, or pass "
+    "writer=generations.RoundRobinWriter(track_generations=True)."
+)
+
+
+def _stamps_late(writer: Writer) -> bool:
+    """Whether this is one of TorchRL's ring writers, which stamp by themselves after the data."""
+    return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
+        writer, RoundRobinWriter
+    )
+
+
+def _detach(buffer: ConditionalPriorityUpdates, storage: Storage | None) -> None:
+    attached = getattr(storage, "_attached_entities", [])
+    attached[:] = [entity for entity in attached if entity is not buffer]
+
+
+def _names_field(index: Any) -> bool:
+    """Whether ``rb[index] = ...`` patches a field of all records instead of writing records."""
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and bool(index) and all(isinstance(key, str) for key in index)
+    )
+
+
+def _slots_written(index: Any, value: Any, storage: Storage) -> torch.Tensor:
+    """Returns the slots that ``rb[index] = value`` writes: int64 ``[slots]``.
+
+    A tuple addresses parts of the records in the slots that its first item names.
+    """
+    capacity = storage.max_size
+    is_tensor = isinstance(storage, TensorStorage)
+    extent = capacity if is_tensor else len(storage)
+    if isinstance(index, tuple):
+        index = index[0]
+    if index is Ellipsis:
+        index = slice(None)
+    if isinstance(index, slice):
+        slots = torch.from_numpy(np.arange(*index.indices(extent)))
+        if not is_tensor and len(value) != slots.numel():
+            raise ValueError(
+                f"rb[{index}] needs one record per slot, {slots.numel()} of them: got "
+                f"{len(value)}. A list would shift the records behind them into other slots."
+            )
+        return slots
+    if isinstance(index, (torch.Tensor, np.ndarray, list)):
+        mask = torch.as_tensor(index)
+        if mask.dtype is torch.bool:
+            return mask.nonzero()[:, 0]
+    slots = integer_tensor(index, "rb[index]: index").reshape(-1)
+    slots = torch.where(slots < 0, slots + extent, slots)
+    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= capacity):
+        raise IndexError(f"rb[index] needs slots below {capacity}: got {index!r}.")
+    return slots
+
+
+def _handles(
+    index: Any, generation: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Size, torch.device]:
+    """Returns slots and stamps, int64 ``[N]`` each, and shape and device of the result's mask."""
+    name = "update_priority_if_present(): "
+    index = slot_index(index, name + "index")
+    mask_shape = index.shape[:1]
+    slots = _first_of_row(index, "index")
+    taken = _first_of_row(integer_tensor(generation, name + "generation"), "generation")
+    if taken.numel() != slots.numel():
+        raise ValueError(
+            "update_priority_if_present() needs one generation per record: got "
+            f"{taken.numel()} generations for {slots.numel()} records."
+        )
+    return slots, taken, mask_shape, index.device
+
+
+def _first_of_row(values: torch.Tensor, name: str) -> torch.Tensor:
+    """Drops trailing dimensions, along which a row must repeat one value: int64 ``[N]``."""
+    if values.ndim < 2:
+        return values.reshape(-1)
+    rows = values.reshape(values.shape[0], -1) if values.numel() else values.reshape(0, 1)
+    if not bool((rows == rows[:, :1]).all()):
+        raise ValueError(
+            f"update_priority_if_present() needs one {name} per record: got shape "
+            f"{tuple(values.shape)} whose trailing dimensions differ within a row. For a "
+            "one-dimensional storage dim 0 enumerates the records."
+        )
+    return rows[:, 0]
+
+
+def _checked_priority(priority: Any, rows: int, sampler: PrioritizedSampler) -> torch.Tensor:
+    """Returns the priorities in the sampler's dtype and on its device: ``[N]``, or ``[]`` for all.
+
+    A leaf of the tree is ``(p + eps) ** alpha``; every sum of leaves must stay a finite number.
+    """
+    given = _numbers(priority)
+    dtype = torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
+    values = given.detach().to(device=sampler.device, dtype=dtype)
+    if values.numel() == 1:
+        values = values.reshape(())
+    elif values.ndim and values.shape[0] == rows:
+        values = values.reshape(rows, -1) if rows else values.reshape(0, 1)
+        if values.shape[1] == 1:
+            values = values[:, 0]
+        else:
+            _refuse_first(given, values, values.isfinite().all(1), "finite")
+            values = _reduce(values, sampler.reduction, dim=1)
+    else:
+        raise ValueError(
+            "update_priority_if_present() needs one priority per record, or one for all: got "
+            f"priority of shape {tuple(given.shape)} for {rows} records."
+        )
+    if not values.numel():
+        return values
+    # The weight grows with the priority, so the bounds of all rows are those of two. NaN gives NaN.
+    largest = torch.finfo(dtype).max / sampler.max_size
+    low, high = torch.aminmax(values)
+    weights = torch.stack((low, high)).add_(sampler._eps).pow_(sampler._alpha)
+    low_weight, high_weight = weights.tolist()
+    if not (float(low) >= 0 and low_weight > 0 and high_weight <= largest and high < torch.inf):
+        weights = (values + sampler._eps).pow(sampler._alpha)
+        fits = (values >= 0) & (weights > 0) & (weights <= largest) & values.isfinite()
+        rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
+        _refuse_first(given, values, fits, rule)
+    return values
+
+
+def _numbers(priority: Any) -> torch.Tensor:
+    try:
+        given = torch.as_tensor(
+            np.array(priority) if isinstance(priority, np.ndarray) else priority
+        )
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise TypeError(
+            f"update_priority_if_present(): priority must be numbers: got {priority!r}."
+        ) from err
+    if given.dtype is torch.bool or given.is_complex():
+        raise TypeError(
+            f"update_priority_if_present(): priority must be real numbers: got dtype {given.dtype}."
+        )
+    return given
+
+
+def _refuse_first(given: torch.Tensor, values: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
+    """Raises for the first row that does not fit, with the value that came."""
+    if bool(fits.all()):
+        return
+    row = int((~fits).reshape(-1).to(torch.uint8).argmax())
+    where = f"priority[{row}]" if fits.ndim else "priority"
+    came = given.reshape(fits.numel(), -1)[row].squeeze().tolist()
+    raise ValueError(f"update_priority_if_present(): {where} must be {rule}: got {came}.")

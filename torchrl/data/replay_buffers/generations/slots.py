@@ -1,0 +1,464 @@
+"""The generation table: one int64 counter per slot, kept on the storage.
+
+A replay-buffer index is only a slot number. This module gives each slot a counter that advances
+with every record that is put into it, *before* the record is written. An ``(index, generation)``
+pair, a *handle*, then names one record for good: it is live while the counter still agrees.
+
+The table belongs to the storage, not to a buffer or a writer, because two buffers on one storage
+overwrite each other's slots. Everything else in this package reads and advances it:
+
+>>> import torch
+>>> from torchrl.data import ListStorage
+>>> storage = ListStorage(4)
+>>> table = SlotGenerations.attach(storage)
+>>> storage.set(range(2), ["a", "b"])
+>>> table.advance([0, 1])      # a tracking writer does this by itself, before the data
+>>> table.of([0, 1, 2])        # -1: no record there
+tensor([ 0,  0, -1])
+>>> table.advance(0)           # another record goes into slot 0
+>>> table.is_live([0, 1], [0, 0])
+tensor([False,  True])
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, Storage, TensorStorage
+
+from .lock import StorageLock
+
+# TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
+# there and advances them too.
+STAMPS_ATTRIBUTE = "_slot_generations"
+TABLE_ATTRIBUTE = "_generation_table"
+
+# Up to here (1 GiB of counters) a table has its full size from the start; beyond it, and for lists
+# without a maximum, it grows with the records.
+EAGER_SLOTS = 2**27
+SMALLEST_TABLE = 1024
+
+# Bits of randomness in the distance between the stamps in use and a new base. Two branches of one
+# history would have to write a slot about 2**48 times to meet; 2**14 restores fit into an int64.
+BASE_BITS = 48
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_attaching = threading.Lock()
+
+
+def integer_tensor(value: Any, name: str) -> torch.Tensor:
+    """Returns ``value`` as an int64 tensor of the same shape, on its own device.
+
+    Args:
+        value: int, sequence of ints, NumPy array or tensor of an integer dtype. An empty one counts
+            as integer whatever its dtype.
+        name (str): what the value is called in an error, such as ``"advance(): index"``.
+
+    Raises:
+        TypeError: for booleans, floats and anything else that is no integer.
+        ValueError: for an integer that does not fit into an int64.
+    """
+    if isinstance(value, torch.Tensor):
+        tensor = value
+    else:
+        if _holds_bool(value):
+            raise TypeError(f"{name} must be integer: got a bool in {value!r}.")
+        try:
+            # Copies arrays: torch refuses negative strides and warns about read-only memory.
+            tensor = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)
+        except OverflowError as err:
+            raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
+        except (TypeError, ValueError, RuntimeError) as err:
+            if "verflow" in str(err):
+                raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
+            raise TypeError(f"{name} must be integer: got {value!r}.") from err
+    if tensor.dtype is torch.int64:
+        return tensor
+    if tensor.dtype in _INTEGERS or (tensor.numel() == 0 and tensor.dtype is not torch.bool):
+        return tensor.to(torch.int64)
+    raise TypeError(f"{name} must be integer: got dtype {tensor.dtype}.")
+
+
+def _holds_bool(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_bool, value))
+    return isinstance(value, (bool, np.bool_))
+
+
+def slot_index(index: Any, name: str) -> torch.Tensor:
+    """Returns the dim-0 slots that ``index`` names, as an int64 tensor.
+
+    Args:
+        index: whatever :func:`integer_tensor` takes, or the tuple of per-dimension tensors that a
+            sampler returns, here of length 1.
+        name (str): see :func:`integer_tensor`.
+
+    Raises:
+        TypeError: see :func:`integer_tensor`.
+        ValueError: for a tuple that names more dimensions than the storage has.
+    """
+    if isinstance(index, tuple) and any(
+        isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim for part in index
+    ):
+        if len(index) != 1:
+            raise ValueError(
+                f"{name} must hold one tensor per storage dimension: got a tuple of {len(index)} "
+                "for a one-dimensional storage."
+            )
+        index = index[0]
+    return integer_tensor(index, name)
+
+
+class SlotGenerations:
+    """The generation counters of one storage, with the lock that guards them.
+
+    Do not build it; :meth:`attach` makes or returns the one table of a storage. It owns
+    :attr:`stamps` and :attr:`lock`, and promises *Identity* and *No resurrection* (design notes):
+    within one :attr:`lineage`, a stamp of a slot names one record.
+
+    The lock guards the stamps, the records and the priority trees over them. Every method here
+    takes it; hold it yourself around anything that acts on an answer.
+
+    Attributes:
+        lock (StorageLock): the one lock of every buffer of ours on the storage.
+        lineage (str): random id of this history of writes, kept through restores and copies.
+        base (int): the first write of a slot after a restore or a copy lands at
+            ``max(stamp + 1, base)``. 0 until then.
+        num_advances (int): how often :meth:`advance` and its siblings were called.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.lock = StorageLock()
+        self.lineage: str = uuid4().hex
+        self.base: int = 0
+        self.num_advances: int = 0
+        self._storage = storage
+        self._capacity: int = storage.max_size
+        self._tree_slots: int = self._capacity
+        self._fixed_size: bool = self._capacity <= EAGER_SLOTS
+        device = getattr(storage, "device", None)
+        self._device_is_open: bool = device == "auto"
+        device = torch.device("cpu") if device is None or self._device_is_open else device
+        size = self._capacity if self._fixed_size else max(SMALLEST_TABLE, len(storage))
+        self._stamps = torch.full((size,), -1, dtype=torch.int64, device=device)
+        earlier = getattr(storage, STAMPS_ATTRIBUTE, None)  # a TorchRL writer's own counters
+        if earlier is not None:
+            self._stamps[: earlier.numel()] = earlier
+        self._stamps[: len(storage)].clamp_(min=0)
+        setattr(storage, STAMPS_ATTRIBUTE, self._stamps)
+
+    @classmethod
+    def attach(cls, storage: Storage) -> SlotGenerations:
+        """Makes or returns the table of a storage.
+
+        Records that the storage already holds get stamp 0, so that their handles work.
+
+        Args:
+            storage (Storage): a one-dimensional :class:`~torchrl.data.TensorStorage` (lazy and
+                memory-mapped ones too) or :class:`~torchrl.data.ListStorage`.
+
+        Raises:
+            TypeError: for another kind of storage.
+            ValueError: for a storage with ``ndim > 1``.
+        """
+        table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
+        if table is not None:
+            return table
+        if not isinstance(storage, (TensorStorage, ListStorage)):
+            raise TypeError(
+                "Generation tracking needs a TensorStorage, LazyTensorStorage, LazyMemmapStorage "
+                f"or ListStorage: got {type(storage).__name__}."
+            )
+        if storage.ndim != 1:
+            raise ValueError(
+                "Generation tracking needs a storage with ndim=1 so far: got "
+                f"{type(storage).__name__} with ndim={storage.ndim}."
+            )
+        with _attaching:
+            table = getattr(storage, TABLE_ATTRIBUTE, None)
+            if table is None:
+                table = cls(storage)
+                setattr(storage, TABLE_ATTRIBUTE, table)
+        return table
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        """The counters: int64 ``[slots]`` on the storage's device, mutated in place.
+
+        Also found at ``storage._slot_generations``. Raw: an emptied slot keeps its advanced stamp
+        here, while :meth:`of` gives -1 for it.
+        """
+        foreign = getattr(self._storage, STAMPS_ATTRIBUTE)
+        if foreign is not self._stamps:
+            self._fold_in(foreign)
+        if self._device_is_open and self._storage.device != "auto":
+            self._stamps.data = self._stamps.to(self._storage.device)
+            self._device_is_open = False
+        return self._stamps
+
+    def of(self, index: Any) -> torch.Tensor:
+        """Returns the stamps of the records at ``index``.
+
+        Args:
+            index: dim-0 slots, any shape: int, sequence, NumPy array or tensor of integers.
+
+        Returns:
+            int64 tensor of the shape and on the device of ``index``. -1 where there is no usable
+            stamp: never written, out of range, or past the length of the storage.
+
+        Raises:
+            TypeError: if ``index`` is not integer.
+        """
+        slots = slot_index(index, "index")
+        with self.lock:
+            stamps = self.stamps
+            length = len(self._storage)
+            if length == 0:
+                return torch.full_like(slots, -1)
+            local = slots.to(stamps.device)
+            inside = (local >= 0) & (local < length)
+            found = stamps.take(local.clamp(0, length - 1))
+        return torch.where(inside, found, -1).to(slots.device)
+
+    def is_live(self, index: Any, generation: Any) -> torch.Tensor:
+        """Tells which handles still name the record that is in their slot.
+
+        Args:
+            index: dim-0 slots, any shape.
+            generation: the stamps taken with them, of the same shape.
+
+        Returns:
+            bool tensor of the shape and on the device of ``index``.
+
+        Raises:
+            TypeError: if ``index`` or ``generation`` is not integer.
+            ValueError: if their shapes differ.
+        """
+        slots = slot_index(index, "index")
+        taken = integer_tensor(generation, "generation")
+        if taken.shape != slots.shape:
+            raise ValueError(
+                "is_live() needs one generation per index: got generation of shape "
+                f"{tuple(taken.shape)} for index of shape {tuple(slots.shape)}."
+            )
+        return (self.of(slots) == taken.to(slots.device)) & (taken >= 0).to(slots.device)
+
+    def advance(self, index: Any) -> None:
+        """Declares that another record goes into each slot of ``index``.
+
+        Writers call it, before they touch the data. Call it for a write behind the buffer's back.
+
+        Args:
+            index: dim-0 slots; one that is named twice was written twice.
+
+        Raises:
+            TypeError: if ``index`` is not integer.
+            IndexError: if a slot is negative or past the capacity. Nothing has advanced then.
+        """
+        slots = slot_index(index, "advance(): index").reshape(-1)
+        if not slots.numel():
+            return
+        low, high = (int(bound) for bound in torch.aminmax(slots))
+        if low < 0 or high >= self._capacity:
+            raise IndexError(
+                f"advance() needs slots from 0 to {self._capacity - 1}: got "
+                f"{low if low < 0 else high}."
+            )
+        with self.lock:
+            stamps = self._stamps_up_to(high + 1)
+            slots = slots.to(stamps.device)
+            if self.base:
+                stamps[slots] = stamps[slots].clamp_(min=self.base - 1)
+            stamps.index_add_(0, slots, torch.ones_like(slots))
+            self.num_advances += 1
+
+    def advance_ring(self, start: int, count: int) -> None:
+        """Advances ``count`` consecutive writes of a ring whose cursor stands at ``start``.
+
+        The same as :meth:`advance` of ``range(start, start + count)`` modulo the capacity, in one
+        or two slice operations; a ring that laps itself advances a slot as often as it writes it.
+        """
+        with self.lock:
+            stamps = self._stamps_up_to(min(start + count, self._capacity))
+            laps, rest = divmod(count, self._capacity)
+            if laps:
+                self._bump(stamps, laps)
+            over = start + rest - self._capacity
+            if over <= 0:
+                self._bump(stamps[start : start + rest])
+            else:
+                self._bump(stamps[start:])
+                self._bump(stamps[:over])
+            self.num_advances += 1
+
+    def advance_written(self) -> None:
+        """Advances every slot that was ever written, so that no handle of now stays live."""
+        with self.lock:
+            stamps = self.stamps
+            advanced = stamps.clamp(min=self.base - 1).add_(1)
+            torch.where(stamps >= 0, advanced, stamps, out=stamps)
+            self.num_advances += 1
+
+    def retire(self) -> None:
+        """Makes every handle stale that was ever taken, here or from another table.
+
+        Written slots jump to a new base, and so will the others at their first write.
+        """
+        with self.lock:
+            stamps = self.stamps
+            self.base = self._new_base(stamps)
+            stamps.masked_fill_(stamps >= 0, self.base)
+            self.num_advances += 1
+
+    def adopt(self, buffer: ReplayBuffer) -> None:
+        """Gives a TorchRL buffer on this storage the table's lock.
+
+        Buffers of this package find it by themselves. A TorchRL buffer drops it again at its own
+        ``share()``.
+
+        Args:
+            buffer (torchrl.data.ReplayBuffer): a buffer on the storage of this table.
+
+        Raises:
+            ValueError: if the buffer is on another storage.
+        """
+        if buffer.storage is not self._storage:
+            raise ValueError(
+                f"adopt() needs a buffer on the table's own storage: got {type(buffer).__name__} "
+                f"on another {type(buffer.storage).__name__}."
+            )
+        buffer._write_lock = self.lock
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint needs: a copy of the stamps, the lineage and the live stamps.
+
+        A :class:`~torchrl.data.TensorStorage` saves its records as an alias, so they may run on
+        before they are loaded. ``_live_generation`` aliases the stamps in the same way: where it
+        differs from the copy at load, the record is no longer the one that the copy speaks of.
+        """
+        with self.lock:
+            state: dict[str, Any] = {
+                "_generation": self.stamps.clone(),
+                "_lineage": self.lineage,
+            }
+            if isinstance(self._storage, TensorStorage):
+                state["_live_generation"] = self.stamps
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over the stamps of a checkpoint whose records the storage has just loaded.
+
+        - A table that was never written takes stamps and lineage: handles from before the
+          checkpoint work.
+        - The same lineage: takes the stamps. Records that came back bring their handles back.
+        - Another lineage, or no stamps: written slots jump to the base; all handles are stale.
+
+        In each case a new base is drawn, so that no later write repeats a stamp of another branch.
+
+        Args:
+            state: what :meth:`state_dict` gave; ``_generation`` alone (TorchRL's own checkpoints)
+                or nothing at all are another lineage.
+
+        Raises:
+            ValueError: if the stamps do not fit this table. Nothing has changed then.
+        """
+        with self.lock:
+            saved = self._fitting(state.get("_generation"))
+            stamps = self.stamps
+            written = stamps >= 0
+            never_written = not bool(written.any())
+            if saved is not None and (never_written or state.get("_lineage") == self.lineage):
+                # Compared before the stamps change: it may be these very stamps that ran on.
+                live = self._fitting(state.get("_live_generation"))
+                ran_on = torch.zeros_like(written) if live is None else live != saved
+                self.base = self._new_base(stamps, saved)
+                self.lineage = state.get("_lineage") or self.lineage
+                stamps.copy_(saved)
+                stamps.masked_fill_(ran_on, self.base)
+            elif not never_written:
+                self.retire()
+            records = self._stamps_up_to(len(self._storage))[: len(self._storage)]
+            records.masked_fill_(records < 0, self.base)
+            self.num_advances += 1
+
+    def _fitting(self, saved: torch.Tensor | None) -> torch.Tensor | None:
+        """Saved stamps in this table's size and on its device, which grows where it may."""
+        if saved is None:
+            return None
+        if saved.dtype is not torch.int64 or saved.ndim != 1 or saved.numel() > self._capacity:
+            raise ValueError(
+                f"The checkpoint's stamps must be int64 of shape [slots], at most {self._capacity} "
+                f"of them: got {saved.dtype} of shape {tuple(saved.shape)}."
+            )
+        stamps = self._stamps_up_to(saved.numel())
+        padding = (0, stamps.numel() - saved.numel())
+        return torch.nn.functional.pad(saved.to(stamps.device), padding, value=-1)
+
+    def limit_to_tree(self, slots: int) -> None:
+        """Refuses records past the first ``slots`` slots from now on.
+
+        A buffer calls it whose priority tree is smaller than its unbounded storage: the compiled
+        tree checks no bounds.
+        """
+        self._tree_slots = min(self._tree_slots, slots)
+
+    def _new_base(self, *in_use: torch.Tensor) -> int:
+        """A random number above every stamp in use and every earlier base."""
+        top = max(self.base, *(int(stamps.max()) for stamps in in_use if stamps.numel()))
+        base = top + 1 + secrets.randbits(BASE_BITS)
+        if base >= 2**62:
+            raise OverflowError(
+                "The generation counters of this storage are used up after some 16,000 restores. "
+                "Build a new storage."
+            )
+        return base
+
+    def _fold_in(self, foreign: torch.Tensor) -> None:
+        """Takes notice of counters that a TorchRL writer put in place of ours.
+
+        Its ``load_state_dict`` does so, and its growth beyond 2**20 slots. Nothing tells which
+        records those counters speak of, so every handle of now turns stale.
+        """
+        with self.lock:
+            if getattr(self._storage, STAMPS_ATTRIBUTE) is self._stamps:
+                return
+            setattr(self._storage, STAMPS_ATTRIBUTE, self._stamps)
+            stamps = self._stamps_up_to(foreign.numel())
+            torch.maximum(stamps[: foreign.numel()], foreign, out=stamps[: foreign.numel()])
+            self.retire()
+
+    def _stamps_up_to(self, size: int) -> torch.Tensor:
+        """The stamps, grown where necessary to hold ``size`` slots."""
+        if size > self._tree_slots:
+            raise ValueError(
+                f"A priority sampler over this storage holds {self._tree_slots} slots: got a "
+                f"record for slot {size - 1}. Give the sampler a larger max_capacity, or the "
+                f"storage a max_size of {self._tree_slots}."
+            )
+        stamps = self.stamps
+        had = stamps.numel()
+        if size > had and not self._fixed_size:
+            # In place, and geometrically: the tensor on the storage stays the same object.
+            stamps.resize_(min(max(size, 2 * had), self._capacity))
+            stamps[had:] = -1
+        return stamps
+
+    def _bump(self, stamps: torch.Tensor, writes: int = 1) -> None:
+        if self.base:
+            stamps.clamp_(min=self.base - 1)
+        stamps.add_(writes)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.base = self._new_base(self._stamps)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(slots={self._stamps.numel()}, "
+            f"storage={type(self._storage).__name__}, lineage={self.lineage[:8]})"
+        )

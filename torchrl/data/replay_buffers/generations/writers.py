@@ -1,0 +1,325 @@
+"""Ring writers that advance the stamps of the slots they write, under the lock, before the data.
+
+They are TorchRL's writers. What differs: the counters belong to the storage's one table; a handle
+from before a write is dead as soon as the write begins, also if it fails halfway; and a batch
+larger than the storage writes only the rows that stay, so that no record is torn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from tensordict.utils import expand_as_right, is_tensorclass
+from torch.utils._pytree import tree_leaves, tree_map
+from torchrl.data import replay_buffers as torchrl_buffers
+from torchrl.data.replay_buffers import ListStorage, Storage
+
+from .slots import TABLE_ATTRIBUTE, SlotGenerations, slot_index
+
+STATE_KEYS = ("_generation", "_lineage", "_live_generation")
+
+# The key under which a sample carries the stamps of its records.
+GENERATION_KEY = "index_generation"
+
+
+class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
+    """A ring writer whose slots carry generation stamps.
+
+    See :class:`torchrl.data.RoundRobinWriter`. The stamps live in the table of the storage
+    (:class:`~torchrl.data.replay_buffers.generations.SlotGenerations`) and are guarded by its lock.
+    A writer that does not track still advances a table that another buffer put on its storage.
+
+    Args:
+        compilable (bool, optional): see :class:`torchrl.data.RoundRobinWriter`. Defaults to False.
+
+    Keyword Args:
+        track_generations (bool, optional): whether to stamp the slots, which adds
+            ``"index_generation"`` to samples and 8 bytes per slot. Defaults to False.
+
+    Raises:
+        TypeError: when it is given a storage of a kind that cannot be tracked.
+        ValueError: when it is given a storage with ``ndim > 1``.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(
+        ...     storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True)
+        ... )
+        >>> index = rb.extend(torch.arange(4))
+        >>> _ = rb.extend(torch.arange(4, 6))  # puts other records into slots 0 and 1
+        >>> rb.writer.generations_of(index)
+        tensor([1, 1, 0, 0])
+    """
+
+    _cursor: int
+    _write_count: int
+    # What a load found while the writer has no storage, until it gets one.
+    _pending: dict[str, Any] | None = None
+    # What TorchRL's own load read, on its way into the table.
+    _loaded: torch.Tensor | None = None
+
+    @property
+    def table(self) -> SlotGenerations | None:
+        """The table of the storage, whoever put it there; None if the storage has none."""
+        return getattr(self._storage, TABLE_ATTRIBUTE, None)
+
+    def register_storage(self, storage: Storage) -> None:
+        """Binds the writer to a storage and, if it tracks, makes the storage's table.
+
+        What was loaded before there was a storage goes into the table now, unless another buffer's
+        table is there already: that one speaks of the records that are in the slots.
+        """
+        shared = hasattr(storage, TABLE_ATTRIBUTE)
+        if self.tracks_generations:
+            table = SlotGenerations.attach(storage)
+            if self._pending is not None and not shared:
+                table.stamps.fill_(-1)  # a new table: nobody holds its stamps yet
+                table.load_state_dict(self._pending)
+        self._storage = storage
+        self._pending = None
+
+    def generations_of(self, index: Any) -> torch.Tensor:
+        """Returns the stamps of the records at ``index``.
+
+        Args:
+            index: dim-0 slots, any shape.
+
+        Returns:
+            int64 tensor of the shape and on the device of ``index``; -1 where there is no usable
+            stamp: never written, emptied, out of range, or the writer does not track.
+        """
+        table = self.table
+        if table is None or not self.tracks_generations:
+            return torch.full_like(slot_index(index, "generations_of(): index"), -1)
+        return table.of(index)
+
+    def add(self, data: Any) -> int | torch.Tensor:
+        """Puts one record at the cursor; see :meth:`torchrl.data.RoundRobinWriter.add`."""
+        table = self.table
+        if table is None:
+            return super().add(data)
+        with table.lock:
+            table.advance_ring(self._cursor, 1)
+            return self._put(data, super().add)
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Puts a batch of records at the cursor and after.
+
+        Args:
+            data: N records, N > 0.
+
+        Returns:
+            int64 ``[N]``: the slot of each row, also of rows that were overwritten within the call
+            because N exceeds the capacity. Of those, only the last ``capacity`` are written at all.
+        """
+        table = self.table
+        if table is None:
+            return super().extend(data)
+        rows = _num_rows(data)
+        capacity = self._storage.max_size
+        with table.lock:
+            start = self._cursor
+            table.advance_ring(start, rows)
+            if rows <= capacity:
+                return self._put(data, super().extend)
+            # The older of the rows that stay fill the ring to its end, the newer begin it.
+            end = (start + rows) % capacity
+            parts = [(end, slice(rows - capacity, rows - end)), (0, slice(rows - end, rows))]
+            if isinstance(self._storage, ListStorage):
+                parts.reverse()  # a list only grows from its front
+            self._write_count += rows - capacity
+            for cursor, part in parts:
+                if part.start < part.stop:
+                    self._cursor = cursor
+                    index = self._put(_rows(data, part), super().extend)
+            self._cursor = end
+            index = (torch.arange(rows, device=index.device) + start) % capacity
+            self._label(data, index)
+            return index
+
+    def write_at(self, index: Any, data: Any) -> int | torch.Tensor:
+        """Puts records into the slots ``index`` without moving the cursor.
+
+        Slots that this brings below the length of the storage without a record of their own get a
+        stamp and the default priority all the same: from now on they can be sampled.
+        """
+        table = self.table
+        if table is None:
+            return super().write_at(index, data)
+        put = super().write_at
+        with table.lock:
+            length = len(self._storage)
+            table.advance(index)
+            written = self._put(data, lambda stored: put(index, stored))
+            gap = torch.arange(length, len(self._storage))
+            gap = gap[~torch.isin(gap, torch.as_tensor(index).reshape(-1).cpu())]
+            if gap.numel():
+                table.advance(gap)
+                self._mark_update_entities(gap)
+            return written
+
+    def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
+        """Writes ``data`` without the stamps that samples carry."""
+        if isinstance(data, list) and data and is_tensor_collection(data[0]):
+            return write([without_stamps(item) for item in data])
+        return write(without_stamps(data))
+
+    def _label(self, data: Any, index: Any) -> None:
+        """Rewrites the caller's ``index`` where TorchRL's writer of this kind does; here not."""
+
+    def _bump_generation(self, index: Any, data: Any) -> None:
+        """TorchRL's methods call this after the data; the stamps have advanced before it."""
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        table = self.table
+        if table is not None:
+            table.advance_written()
+        self._cursor = 0
+        if empty_write_count:
+            self._write_count = 0
+
+    @property
+    def _generation(self) -> torch.Tensor | None:
+        # TorchRL's own dumps() and state_dict() read it.
+        if self._storage is None:
+            return (self._pending or {}).get("_generation")
+        table = self.table
+        return None if table is None else table.stamps
+
+    @_generation.setter
+    def _generation(self, value: torch.Tensor | None) -> None:
+        self._loaded = value
+
+    def _align_generation_device(self) -> None:
+        """The table does it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns cursor and write count and, if the writer tracks, stamps and lineage."""
+        table = self.table
+        if not self.tracks_generations or table is None:
+            return {**super().state_dict(), **(self._pending or {})}
+        with table.lock:
+            return {**super().state_dict(), **table.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` gave; the storage's records must be restored already.
+
+        Which handles live on is told at
+        :meth:`~torchrl.data.replay_buffers.generations.SlotGenerations.load_state_dict`.
+        """
+        self._take_over({key: state_dict[key] for key in STATE_KEYS if key in state_dict})
+        super().load_state_dict(state_dict)
+        self._loaded = None
+
+    def dumps(self, path: str | Path) -> None:
+        """Saves cursor, write count, stamps and lineage into the folder ``path``."""
+        super().dumps(path)
+        state = self.state_dict()
+        if "_lineage" in state:
+            file = Path(path) / "metadata.json"
+            metadata = json.loads(file.read_text())
+            file.write_text(json.dumps({**metadata, "lineage": state["_lineage"]}))
+
+    def loads(self, path: str | Path) -> None:
+        """Restores what :meth:`dumps` saved; see :meth:`load_state_dict`."""
+        super().loads(path)
+        lineage = json.loads((Path(path) / "metadata.json").read_text()).get("lineage")
+        loaded, self._loaded = self._loaded, None
+        self._take_over({} if loaded is None else {"_generation": loaded, "_lineage": lineage})
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        table = self.table
+        if table is not None:
+            table.load_state_dict(state)
+        elif self._storage is None and self.tracks_generations:
+            self._pending = state
+
+
+class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRoundRobinWriter):
+    """A ring writer for tensordict buffers whose slots carry generation stamps.
+
+    See :class:`torchrl.data.TensorDictRoundRobinWriter`, and :class:`RoundRobinWriter` for the
+    arguments. It writes ``"index"`` into the tensordict that it is given, as TorchRL's does; where
+    that tensordict carries an ``"index_generation"``, a sample put back in, it rewrites this, too.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from torchrl.data.replay_buffers.generations import TensorDictReplayBuffer
+        >>> rb = TensorDictReplayBuffer(
+        ...     storage=LazyTensorStorage(4),
+        ...     writer=TensorDictRoundRobinWriter(track_generations=True),
+        ...     batch_size=2,
+        ... )
+        >>> index = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))
+        >>> rb.sample()["index_generation"]
+        tensor([0, 0])
+    """
+
+    def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
+        stored = without_stamps(data)
+        index = write(stored)
+        if stored is not data:
+            self._label(data, index)
+        return index
+
+    def _label(self, data: Any, index: Any) -> None:
+        if is_tensorclass(data):
+            return
+        slots = torch.as_tensor(index, device=data.device)
+        data.set("index", expand_as_right(slots, data))
+        if GENERATION_KEY in data.keys():  # noqa: SIM118  a tensordict is no mapping
+            table = self.table
+            assert table is not None  # only writes into a tracked storage come here
+            data.set(GENERATION_KEY, expand_as_right(row_generations(table, slots), data))
+
+
+def last_rows(index: torch.Tensor) -> torch.Tensor:
+    """Returns which rows of ``index`` (``[N]``) no later row repeats: bool ``[N]``."""
+    slots, which = torch.unique(index, return_inverse=True)
+    rows = torch.arange(index.numel(), device=index.device)
+    last = torch.zeros_like(slots).scatter_reduce_(0, which, rows, "amax")
+    return last[which] == rows
+
+
+def row_generations(table: SlotGenerations, index: Any) -> torch.Tensor:
+    """Returns the stamp of each row of a write just made, under the lock that it was made in.
+
+    Args:
+        table (SlotGenerations): the table of the storage.
+        index: the slots that the write returned: an int, or ``[N]``.
+
+    Returns:
+        int64, shaped like ``index``: -1 for a row whose slot a later row of the call took.
+    """
+    stamps = table.of(index)
+    if stamps.numel() > table.stamps.numel():
+        stamps[~last_rows(torch.as_tensor(index))] = -1
+    return stamps
+
+
+def _num_rows(data: Any) -> int:
+    if isinstance(data, (list, torch.Tensor)) or is_tensor_collection(data):
+        return len(data)
+    return len(tree_leaves(data)[0])
+
+
+def _rows(data: Any, part: slice) -> Any:
+    if isinstance(data, (list, torch.Tensor)) or is_tensor_collection(data):
+        return data[part]
+    return tree_map(lambda leaf: leaf[part], data)
+
+
+def without_stamps(data: Any) -> Any:
+    """Returns ``data`` less the stamps that it carries if it is a sample: no part of a record."""
+    if isinstance(data, TensorDictBase) and GENERATION_KEY in data.keys():  # noqa: SIM118
+        return data.exclude(GENERATION_KEY)
+    return data
