@@ -835,8 +835,7 @@ def _checked_priority(priority: Any, rows: int, sampler: PrioritizedSampler) -> 
     A leaf of the tree is ``(p + eps) ** alpha``; every sum of leaves must stay a finite number.
     """
     given = _numbers(priority)
-    dtype = torch.float64 if sampler.dtype in (torch.float64, torch.DoubleTensor) else torch.float32
-    values = given.detach().to(device=sampler.device, dtype=dtype)
+    values = given.detach().to(device=sampler.device, dtype=sampler.dtype)
     if values.numel() == 1:
         values = values.reshape(())
     elif values.ndim and values.shape[0] == rows:
@@ -854,7 +853,7 @@ def _checked_priority(priority: Any, rows: int, sampler: PrioritizedSampler) -> 
     if not values.numel():
         return values
     # The weight grows with the priority, so the bounds of all rows are those of two. NaN gives NaN.
-    largest = torch.finfo(dtype).max / sampler.max_size
+    largest = torch.finfo(sampler.dtype).max / sampler.max_size
     low, high = torch.aminmax(values)
     weights = torch.stack((low, high)).add_(sampler._eps).pow_(sampler._alpha)
     low_weight, high_weight = weights.tolist()

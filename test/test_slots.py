@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torchrl.data
+from common import CAPACITY, STORAGES, Thread, buffer, handles, stamps, td_buffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter, SlotGenerations
+from torchrl.data.replay_buffers.generations import slots as slots_module
+
+
+def tracked(storage):
+    return ReplayBuffer(storage=storage, track_generations=True)
+
+
+@pytest.mark.parametrize("make", STORAGES.values(), ids=STORAGES)
+def test_a_storage_has_one_table_whose_stamps_stand_on_it(make):
+    storage = make(CAPACITY)
+    table = SlotGenerations.attach(storage)
+    assert SlotGenerations.attach(storage) is table
+    assert storage._slot_generations is table.stamps
+    assert table.stamps.dtype is torch.int64
+    assert table.stamps.shape == (CAPACITY,)
+    before = table.stamps
+    tracked(storage).extend(torch.arange(20))
+    assert table.stamps is before
+
+
+def test_two_threads_that_attach_at_once_get_one_table():
+    storage = LazyTensorStorage(CAPACITY)
+    with slots_module._attaching:  # both are past their first look, or will be
+        threads = [Thread(lambda: SlotGenerations.attach(storage)) for _ in range(4)]
+    first, *others = [thread.join() for thread in threads]
+    assert all(table is first for table in others)
+
+
+def test_each_write_of_a_slot_adds_one_and_minus_one_is_no_stamp():
+    rb = buffer(5)
+    assert stamps(rb).tolist() == [0] * 5 + [-1] * 3
+    rb.extend(torch.arange(5))
+    assert stamps(rb).tolist() == [1, 1] + [0] * 6
+    rb.add(torch.tensor(9))
+    assert stamps(rb).tolist() == [1, 1, 1] + [0] * 5
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 18, 27])
+def test_a_ring_range_advances_like_its_slots_one_by_one(start, rows):
+    ring, single = (SlotGenerations.attach(LazyTensorStorage(CAPACITY)) for _ in range(2))
+    for base in (0, 1000):
+        ring.base = single.base = base
+        ring.advance_ring(start, rows)
+        for row in range(rows):
+            single.advance((start + row) % CAPACITY)
+        assert ring.stamps.tolist() == single.stamps.tolist()
+
+
+def test_a_slot_named_twice_was_written_twice_with_and_without_a_base():
+    table = SlotGenerations.attach(LazyTensorStorage(4))
+    table.advance([0, 1, 0])
+    assert table.stamps.tolist() == [1, 0, -1, -1]
+    table.base = 100
+    table.advance(torch.tensor([0, 2, 2, 2], dtype=torch.int32))
+    assert table.stamps.tolist() == [100, 0, 102, -1]
+    table.advance([0, 1])
+    assert table.stamps.tolist() == [101, 100, 102, -1]
+
+
+def test_of_takes_every_form_of_index_and_gives_its_shape_back():
+    table = buffer(5)._table
+    table.advance(1)
+    assert table.of(1).tolist() == 1
+    assert table.of([0, 1]).tolist() == [0, 1]
+    assert table.of(np.array([1, 0])[::-1]).tolist() == [0, 1]
+    assert table.of(range(2)).tolist() == [0, 1]
+    assert table.of((torch.tensor([1]),)).tolist() == [1]
+    assert table.of(torch.tensor([[0, 1], [1, 7]])).tolist() == [[0, 1], [1, -1]]
+    assert table.of([]).tolist() == []
+    assert table.of([-1, 8, 10**6, -(10**9)]).tolist() == [-1] * 4
+
+
+def test_of_gives_no_stamp_past_the_length_of_the_storage():
+    rb = buffer()
+    rb.empty()
+    assert stamps(rb).tolist() == [1] * 8
+    assert rb._table.of(range(8)).tolist() == [-1] * 8
+    rb.extend(torch.arange(2))
+    assert rb._table.of(range(8)).tolist() == [2, 2] + [-1] * 6
+    assert rb._table.is_live(range(8), stamps(rb)).tolist() == [True] * 2 + [False] * 6
+
+
+def test_is_live_compares_stamps_and_never_takes_minus_one_for_one():
+    table = buffer(3)._table
+    assert table.is_live([0, 1, 5, -1], [0, 1, -1, -1]).tolist() == [True, False, False, False]
+    with pytest.raises(ValueError, match=r"one generation per index.*\(1,\).*\(2,\)"):
+        table.is_live([0, 1], [0])
+
+
+@pytest.mark.parametrize("bad", [8, -1, [0, 99], [-3, 2]])
+def test_advance_refuses_a_slot_out_of_range_and_advances_nothing(bad):
+    table = buffer()._table
+    with pytest.raises(IndexError, match="slots from 0 to 7: got"):
+        table.advance(bad)
+    assert table.stamps.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    "bad", [True, 1.0, [0, True], [0.5], np.array([1.0]), torch.tensor([True]), "0", None, 1j]
+)
+@pytest.mark.parametrize("method", ["of", "advance"])
+def test_an_index_that_is_no_integer_is_a_type_error_that_names_it(method, bad):
+    table = buffer()._table
+    with pytest.raises(TypeError, match="index must be integer"):
+        getattr(table, method)(bad)
+    assert table.stamps.tolist() == [0] * 8
+
+
+def test_an_index_beyond_int64_is_a_value_error():
+    with pytest.raises(ValueError, match="must fit into an int64"):
+        buffer()._table.of([10**30])
+
+
+def test_what_cannot_be_tracked_is_refused_and_nothing_is_left_on_it():
+    two_dimensional = LazyTensorStorage(8, ndim=2)
+    with pytest.raises(ValueError, match=r"ndim=1 so far.*ndim=2"):
+        SlotGenerations.attach(two_dimensional)
+    with pytest.raises(ValueError, match="ndim=2"):
+        tracked(two_dimensional)
+    assert not hasattr(two_dimensional, "_slot_generations")
+    assert two_dimensional._attached_entities == []
+    ensemble = torchrl.data.StorageEnsemble(LazyTensorStorage(2))
+    with pytest.raises(TypeError, match="StorageEnsemble"):
+        SlotGenerations.attach(ensemble)
+
+
+def test_records_that_were_there_before_the_table_get_handles_that_work():
+    storage = TensorStorage(torch.arange(4))
+    rb = buffer(0, storage=storage)
+    result = rb.update_priority_if_present(index=range(4), generation=[0] * 4, priority=2.0)
+    assert result.updated_mask.tolist() == [True] * 4
+
+
+def test_counters_of_a_torchrl_writer_become_the_tables():
+    storage = LazyTensorStorage(CAPACITY)
+    stock = torchrl.data.ReplayBuffer(
+        storage=storage, writer=torchrl.data.RoundRobinWriter(track_generations=True)
+    )
+    stock.extend(torch.arange(10))
+    table = SlotGenerations.attach(storage)
+    assert table.stamps.tolist() == [1, 1] + [0] * 6
+    stock.extend(torch.arange(1))  # it goes on to advance them
+    assert table.stamps.tolist() == [1, 1, 1] + [0] * 5
+    assert storage._slot_generations is table.stamps
+
+
+def test_counters_that_a_torchrl_writer_replaced_are_noticed_and_every_handle_turns_stale():
+    storage = LazyTensorStorage(CAPACITY)
+    rb = buffer(storage=storage)
+    stock = torchrl.data.ReplayBuffer(
+        storage=storage, writer=torchrl.data.RoundRobinWriter(track_generations=True)
+    )
+    state = stock.writer.state_dict()
+    held = handles(rb)
+    rb.extend(torch.arange(8))
+    newer = handles(rb)
+    stock.writer.load_state_dict(state)  # puts back a tensor of zeros
+    assert rb._table.is_live(**held).tolist() == [False] * 8
+    assert rb._table.is_live(**newer).tolist() == [False] * 8
+    assert storage._slot_generations is stamps(rb)
+    assert rb._table.is_live(**handles(rb)).tolist() == [True] * 8
+
+
+def test_a_list_without_maximum_has_a_table_that_grows_in_place():
+    storage = ListStorage()
+    rb = tracked(storage)
+    table = SlotGenerations.attach(storage)
+    counters = table.stamps
+    assert counters.numel() == slots_module.SMALLEST_TABLE
+    index, generation = rb.extend(list(range(3000)), return_generation=True)
+    assert table.stamps is counters
+    assert counters.numel() == 3000
+    assert generation.tolist() == [0] * 3000
+    rb.add(0)
+    assert counters.numel() == 6000
+    assert counters[3000:].tolist() == [0] + [-1] * 2999
+    assert table.is_live(index, generation).all()
+
+
+def test_a_large_storage_has_its_full_table_from_the_start(monkeypatch):
+    monkeypatch.setattr(slots_module, "EAGER_SLOTS", 2**10)
+    small = SlotGenerations.attach(LazyTensorStorage(2**10))
+    large = SlotGenerations.attach(LazyTensorStorage(2**10 + 1))
+    assert small.stamps.numel() == 2**10
+    large.advance_ring(2**10, 3)  # wraps at the capacity, not at the size of the table
+    assert large.stamps.numel() == 2**10 + 1
+    assert large.stamps.nonzero().numel() == 2**10 + 1 - 3
+    assert SlotGenerations.attach(LazyTensorStorage(2**21)).stamps.numel() == 1024
+
+
+def test_adopt_gives_a_torchrl_buffer_the_lock_and_refuses_a_stranger():
+    storage = LazyTensorStorage(CAPACITY)
+    table = SlotGenerations.attach(storage)
+    stock = torchrl.data.ReplayBuffer(storage=storage)
+    table.adopt(stock)
+    assert stock._write_lock is table.lock
+    with pytest.raises(ValueError, match="on the table's own storage"):
+        table.adopt(torchrl.data.ReplayBuffer(storage=LazyTensorStorage(CAPACITY)))
+
+
+def test_a_deep_copy_never_gives_a_stamp_that_the_original_gives_to_another_record():
+    rb = buffer()
+    held = handles(rb)
+    other = copy.deepcopy(rb)
+    assert other._table is not rb._table
+    assert other._table.lock is not rb._table.lock
+    assert other._table.lineage == rb._table.lineage
+    assert other._table.is_live(**held).all()  # its records are copies of the same ones
+    rb.extend(torch.arange(8))
+    other.extend(torch.arange(8))
+    assert not other._table.is_live(**handles(rb)).any()
+    assert not rb._table.is_live(**handles(other)).any()
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_a_handle_from_before_a_checkpoint_works_in_the_buffer_that_resumes_from_it(
+    storage, tmp_path
+):
+    rb = td_buffer(5, storage=storage(CAPACITY))
+    held = handles(rb, range(5))
+    loads = [lambda fresh: fresh.load_state_dict(rb.state_dict())]
+    if storage is not ListStorage:  # TorchRL dumps no lists
+        rb.dumps(tmp_path / "dump")
+        loads.append(lambda fresh: fresh.loads(tmp_path / "dump"))
+    for load in loads:
+        fresh = td_buffer(0, storage=storage(CAPACITY))
+        load(fresh)
+        assert fresh._table.lineage == rb._table.lineage
+        result = fresh.update_priority_if_present(**held, priority=torch.arange(1.0, 6))
+        assert result.num_updated == 5
+
+
+def test_a_handle_taken_after_a_checkpoint_stays_stale_when_it_is_restored(tmp_path):
+    rb = buffer()
+    before = handles(rb)
+    rb.dumps(tmp_path / "dump")
+    rb.extend(torch.arange(8))
+    after = handles(rb)
+    rb.loads(tmp_path / "dump")
+    assert rb._table.is_live(**before).all()  # these records came back
+    assert not rb._table.is_live(**after).any()
+    rb.extend(torch.arange(8))
+    assert not rb._table.is_live(**before).any()
+    assert not rb._table.is_live(**after).any()
+
+
+def test_records_that_ran_on_under_a_state_in_memory_are_not_taken_for_the_old_ones():
+    rb = buffer()
+    before = handles(rb)
+    state = rb.state_dict()  # the records in it are an alias
+    rb.extend(torch.arange(100, 103))
+    rb.load_state_dict(state)
+    assert rb[:].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+    assert rb._table.is_live(**before).tolist() == [False] * 3 + [True] * 5
+
+
+def test_a_checkpoint_without_stamps_makes_everything_stale_but_fills_a_new_table():
+    plain = torchrl.data.ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+    plain.extend(torch.arange(4))
+    state = plain.state_dict()
+    fresh = tracked(LazyTensorStorage(CAPACITY))
+    fresh.load_state_dict(state)
+    assert fresh._table.of(range(8)).tolist() == [0] * 4 + [-1] * 4
+    used = tracked(LazyTensorStorage(CAPACITY))
+    used.extend(torch.arange(8))
+    held = handles(used)
+    used.load_state_dict(state)
+    assert not used._table.is_live(**held).any()
+    assert (used._table.of(range(4)) > 0).all()
+
+
+def test_another_runs_checkpoint_makes_this_runs_handles_stale():
+    ours, theirs = buffer(), buffer()
+    held = handles(ours)
+    ours.load_state_dict(theirs.state_dict())
+    assert not ours._table.is_live(**held).any()
+
+
+def test_stamps_that_do_not_fit_are_refused_and_change_nothing():
+    table = buffer()._table
+    state = {**table.state_dict(), "_generation": torch.zeros(9, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=r"at most 8 of them.*\(9,\)"):
+        table.load_state_dict(state)
+    assert table.stamps.tolist() == [0] * 8
+    assert table.base == 0
+
+
+def test_a_writer_without_a_storage_keeps_what_it_loaded_until_it_gets_one():
+    rb = buffer(5)
+    held = handles(rb, range(5))
+    writer = RoundRobinWriter(track_generations=True)
+    writer.load_state_dict(rb.writer.state_dict())
+    assert writer.state_dict()["_lineage"] == rb._table.lineage
+    storage = LazyTensorStorage(CAPACITY)
+    storage.load_state_dict(rb.storage.state_dict())
+    other = ReplayBuffer(storage=storage, writer=writer)
+    assert other._table.is_live(**held).all()
+    assert other.writer._cursor == 5
+
+
+def test_the_counters_of_a_table_can_be_used_up_and_say_so():
+    table = buffer()._table
+    table.stamps.fill_(2**62)
+    with pytest.raises(OverflowError, match="used up"):
+        table.retire()
