@@ -34,8 +34,9 @@ class Rival:
         self.ran_inside = None
 
     def _run(self):
-        self.action()
+        result = self.action()
         self.done.set()
+        return result
 
     def let_loose(self):
         if self.thread is None:
@@ -89,16 +90,22 @@ def test_another_buffer_waits_while_an_update_stands_between_check_and_write(
     assert leaves(rb) == [8, 8, 8, 4, 5, 6, 7, 8]  # the three new records have the default
 
 
-def test_the_same_race_hits_a_torchrl_buffer_that_did_not_adopt_the_lock(monkeypatch):
+@pytest.mark.parametrize("adopted", [True, False])
+def test_an_update_waits_while_a_torchrl_buffer_that_adopted_the_lock_writes(adopted, monkeypatch):
     rb = buffer()
     held = handles(rb)
-    other = torchrl_buffer(rb.storage)
-    rival = Rival(lambda: other.extend(torch.arange(100, 103)))
-    hold_at(rb.sampler, "update_priority", rival, monkeypatch)
-    rb.update_priority_if_present(**held, priority=torch.arange(1.0, 9.0))
+    other = (adopted_torchrl_buffer if adopted else torchrl_buffer)(rb.storage)
+    rival = Rival(lambda: rb.update_priority_if_present(**held, priority=torch.arange(1.0, 9.0)))
+    # TorchRL's writer stands between the data and the stamps here.
+    hold_at(other.writer, "_bump_generation", rival, monkeypatch)
+    other.extend(torch.arange(100, 103))
     rival.thread.join()
-    assert rival.ran_inside is True
-    assert leaves(rb)[:3] == [1, 2, 3]  # on records 100, 101, 102: what adopt() is for
+    assert rival.ran_inside is not adopted
+    assert rb._table.is_live(**held).tolist() == [False] * 3 + [True] * 5
+    if adopted:
+        assert leaves(rb) == [1, 1, 1, 4, 5, 6, 7, 8]
+    else:  # what adopt() is for: the update saw the old stamps beside the new records
+        assert rival.thread.result.num_updated == 8
 
 
 @pytest.mark.parametrize("method", ["add", "extend"])

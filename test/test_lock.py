@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from common import Thread, buffer, ids, td_buffer
+from common import Thread, buffer
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.generations import ReplayBuffer, SlotGenerations
 from torchrl.data.replay_buffers.generations.lock import StorageLock
@@ -118,11 +118,3 @@ def test_a_child_forked_while_the_lock_is_held_ends_normally():
 def _must_be_refused(lock):
     with pytest.raises(RuntimeError, match="forked process"):
         lock.acquire(timeout=5)
-
-
-def test_sending_a_tracking_buffer_to_a_spawned_process_is_refused():
-    rb = td_buffer(sync=False)
-    process = multiprocessing.get_context("spawn").Process(target=print, args=(rb,))
-    with pytest.raises(RuntimeError, match="can't be sent to another process"):
-        process.start()
-    rb.add(ids([1])[0])

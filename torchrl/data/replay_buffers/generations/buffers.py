@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage, TensorStorage, Writer
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
@@ -144,6 +145,10 @@ class ConditionalPriorityUpdates(_Buffer):
             _detach(self, self.__dict__.get("_storage"))
             raise
         self._writer_argument = self._generator_argument = None
+        if self._table is not None:
+            self._table.install_cells()
+            if self.shared:
+                self._table.share()
 
     def _maybe_make_writer(self, writer: Writer | Callable[[], Writer] | None) -> Writer:
         if self._writer_argument is not None:
@@ -511,11 +516,44 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._settled():
             super().loads(path)
 
+    def share(self, shared: bool = True) -> Any:
+        """Readies the buffer for other processes; see :meth:`torchrl.data.ReplayBuffer.share`.
+
+        Puts the records of a tracked :class:`~torchrl.data.LazyTensorStorage` into shared memory,
+        at once or when they are first written. The lock is the table's before and after.
+
+        Raises:
+            RuntimeError: if the table of the storage can't be shared.
+        """
+        if shared and self._table is not None:
+            self._table.share()
+        return super().share(shared)
+
     def __getstate__(self) -> dict[str, Any]:
-        if not self._initialized:
+        if self._table is None:
             return super().__getstate__()
+        spawning = get_spawning_popen() is not None
+        if spawning:
+            self._check_sendable()
         with self._settled():
-            return super().__getstate__()
+            state = super().__getstate__()
+        if spawning:
+            state["_seen"] = None  # the learner's, like its sampler
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._table is not None:
+            self._table.install_cells()
+
+    def _check_sendable(self) -> None:
+        records = getattr(self._storage, "_storage", None)
+        if isinstance(records, list) or records is None or is_tensor_collection(records):
+            return  # TorchRL or the table refuse what they must
+        raise RuntimeError(
+            "TorchRL sends no storage of plain tensors to a spawned process: got "
+            f"{type(records).__name__} records. Use tensordict records, or fork."
+        )
 
     @_maybe_delay_init
     def set_storage(

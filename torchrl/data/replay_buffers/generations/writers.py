@@ -84,6 +84,8 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
                 table.load_state_dict(self._pending)
         self._storage = storage
         self._pending = None
+        if self.table is not None:
+            self.table.install_writer_cells(self)
 
     def generations_of(self, index: Any) -> torch.Tensor:
         """Returns the stamps of the records at ``index``.
@@ -106,6 +108,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         if table is None:
             return super().add(data)
         with table.lock:
+            self._begin(table)
             table.advance_ring(self._cursor, 1)
             return self._put(data, super().add)
 
@@ -125,6 +128,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         rows = _num_rows(data)
         capacity = self._storage.max_size
         with table.lock:
+            self._begin(table)
             start = self._cursor
             table.advance_ring(start, rows)
             if rows <= capacity:
@@ -165,11 +169,21 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
                 self._mark_update_entities(gap)
             return written
 
+    def _begin(self, table: SlotGenerations) -> None:
+        """Takes back what a first write that failed, in a process that died, had claimed."""
+        if table.first_write_failed():
+            self._storage._len = 0
+            self._cursor = 0
+
     def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
         """Writes ``data`` without the stamps that samples carry."""
         if isinstance(data, list) and data and is_tensor_collection(data[0]):
-            return write([without_stamps(item) for item in data])
-        return write(without_stamps(data))
+            data = [without_stamps(item) for item in data]
+        index = write(without_stamps(data))
+        table = self.table
+        if table is not None and table._share_at_first_write:
+            table.share_records()
+        return index
 
     def _label(self, data: Any, index: Any) -> None:
         """Rewrites the caller's ``index`` where TorchRL's writer of this kind does; here not."""
@@ -266,7 +280,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
 
     def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
         stored = without_stamps(data)
-        index = write(stored)
+        index = super()._put(stored, write)
         if stored is not data:
             self._label(data, index)
         return index

@@ -1,0 +1,50 @@
+# Every target does its own set-up, in .venv. PYTHON chooses the interpreter that makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test stress lint format bench clean
+
+help:
+	@echo "make demo    train on CartPole with and without conditional updates; a table and a figure"
+	@echo "make test    the tests"
+	@echo "make stress  the long tests"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff format and fix"
+	@echo "make bench   the benchmarks"
+	@echo "make clean   remove what the targets made, except $(VENV)"
+
+# RECORD is the last file that pip writes. A package without it was interrupted, yet counts as there.
+$(INSTALLED): pyproject.toml setup.py
+	@for info in $(VENV)/lib/python*/site-packages/*.dist-info; do \
+		[ -e "$$info/RECORD" ] || rm -rf "$$info"; done
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -e '.[test,examples,lint]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python docs/source/tutorials/async_prioritized_dqn.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+stress: $(INSTALLED)
+	$(BIN)/python -m pytest -m stress
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m ruff check
+	cd torchrl/data/replay_buffers && "$(CURDIR)/$(BIN)/python" -m mypy \
+		--config-file "$(CURDIR)/pyproject.toml" --ignore-missing-imports -p generations
+
+format: $(INSTALLED)
+	$(BIN)/python -m ruff format
+	$(BIN)/python -m ruff check --fix
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest benchmarks
+
+clean:
+	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	find . -path ./$(VENV) -prune -o -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,99 @@
+"""A wheel, an editable install and a link each add our package, and nothing else, to TorchRL."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torchrl
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path("torchrl/data/replay_buffers/generations")
+TORCHRL = Path(torchrl.__file__).parent
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments: object, cwd: Path, python: Path | str = sys.executable) -> None:
+    offline = ["--no-deps", "--no-build-isolation", "--no-index"]
+    command, *rest = arguments
+    run(sys.executable, "-m", "pip", "--python", python, command, *offline, *rest, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of the working tree, since a build leaves files in it."""
+    skipped = shutil.ignore_patterns(".*", "build", "dist", "outputs", "*.egg-info", "__pycache__")
+    return shutil.copytree(ROOT, tmp_path_factory.mktemp("clone") / "checkout", ignore=skipped)
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--wheel-dir", folder, ".", cwd=checkout)
+    (wheel,) = folder.iterdir()
+    return wheel
+
+
+@pytest.fixture
+def site_packages(tmp_path):
+    """The packages of a new environment that has TorchRL but not this project.
+
+    TorchRL's tree is a copy, since an install writes into it. Everything else is linked.
+    """
+    venv.create(tmp_path / "environment")
+    (site_packages,) = tmp_path.glob("environment/lib/python*/site-packages")
+    for path in TORCHRL.parent.iterdir():
+        ours = path.name.startswith(("torchrl_generations", "__editable__"))
+        if not ours and path not in (TORCHRL, TORCHRL.parent / "__pycache__"):
+            (site_packages / path.name).symlink_to(path)
+    ignored = shutil.ignore_patterns("generations")
+    shutil.copytree(TORCHRL, site_packages / "torchrl", ignore=ignored)
+    return site_packages
+
+
+def python_of(site_packages: Path) -> Path:
+    return site_packages.parents[2] / "bin/python"
+
+
+def imported_from(site_packages: Path, cwd: Path) -> Path:
+    """The folder that `import` takes our package from when Python starts in `cwd`."""
+    program = f"import {'.'.join(PACKAGE.parts)} as generations; print(generations.__file__)"
+    return Path(run(python_of(site_packages), "-c", program, cwd=cwd).strip()).parent
+
+
+def test_wheel_holds_our_package_only(wheel, checkout):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(checkout).as_posix() for path in checkout.glob(f"{PACKAGE}/*.py")}
+    assert f"{PACKAGE}/__init__.py" in modules
+    assert held == modules | {f"{PACKAGE}/py.typed"}
+
+
+def test_wheel_imports_from_anywhere(wheel, site_packages, checkout, tmp_path):
+    pip("install", wheel, cwd=tmp_path, python=python_of(site_packages))
+    for cwd in (checkout, tmp_path):
+        assert imported_from(site_packages, cwd) == site_packages / PACKAGE
+
+
+def test_editable_install_imports_from_anywhere(site_packages, checkout, tmp_path):
+    pip("install", "--editable", checkout, cwd=tmp_path, python=python_of(site_packages))
+    for cwd in (checkout, tmp_path):
+        assert imported_from(site_packages, cwd) == checkout / PACKAGE
+
+
+def test_folder_linked_into_torchrl_imports_from_anywhere(site_packages, checkout, tmp_path):
+    (site_packages / PACKAGE).symlink_to(checkout / PACKAGE)
+    for cwd in (checkout, tmp_path):
+        assert imported_from(site_packages, cwd) == site_packages / PACKAGE

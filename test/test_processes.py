@@ -1,0 +1,450 @@
+"""One storage, many processes: shared counters, one lock, crashed writers."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+
+import pytest
+import torch
+from common import CAPACITY, PER, buffer, ids, leaves, stamps, td_buffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage
+from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
+
+SLOTS = 64
+LATE = 4  # batches between a sample and its update
+METHODS = ["spawn", "fork"]
+
+
+def learner(storage, batch_size=16):
+    return TensorDictPrioritizedReplayBuffer(
+        **PER, storage=storage, sync=False, batch_size=batch_size, track_generations=True
+    )
+
+
+@contextlib.contextmanager
+def child(method, target, *args):
+    """A process that is gone at the end, whatever happens."""
+    process = multiprocessing.get_context(method).Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+        process.join(60)
+        assert process.exitcode == 0, f"exit code {process.exitcode}"
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def rewrite_three(rb):
+    torch.set_num_threads(1)
+    rb.extend(ids(range(100, 103)))
+
+
+def write_first(rb, go):
+    torch.set_num_threads(1)
+    rb.extend(ids(range(8)))
+    go.wait(60)
+    rb.extend(ids(range(100, 103)))
+
+
+PRIORITY = [500.0, 500.0, 500.0, 20.0, 21.0, 22.0, 23.0, 24.0]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "forkserver"])
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_a_childs_writes_make_the_learners_handles_stale(method, storage):
+    rb = learner(storage(CAPACITY), 8)
+    rb.share()
+    rb.extend(ids(range(8)))
+    rb.sample()
+    generation = rb.writer.generations_of(torch.arange(8))
+    with child(method, rewrite_three, rb):
+        pass
+    result = rb.update_priority_if_present(
+        index=torch.arange(8), generation=generation, priority=PRIORITY
+    )
+    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+    rb.sample()
+    assert leaves(rb)[3:] == [20, 21, 22, 23, 24]
+    assert max(leaves(rb)) == 24
+    assert rb[:]["id"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+    assert rb.write_count == 11
+    assert rb.writer._cursor == 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_the_same_when_the_child_makes_the_storages_first_write(method, storage):
+    rb = learner(storage(CAPACITY, shared_init=True), 8)
+    go = multiprocessing.get_context(method).Event()
+    with child(method, write_first, rb, go):
+        deadline = time.monotonic() + 60
+        while len(rb) < 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        rb.sample()
+        generation = rb.writer.generations_of(torch.arange(8))
+        assert generation.tolist() == [0] * 8
+        go.set()
+    result = rb.update_priority_if_present(
+        index=torch.arange(8), generation=generation, priority=PRIORITY
+    )
+    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+    rb.sample()
+    assert leaves(rb)[3:] == [20, 21, 22, 23, 24]
+    assert max(leaves(rb)) == 24
+
+
+# ------------------------------------------------------------------ all at once
+
+
+def write_until(rb, first_id, stop):
+    torch.set_num_threads(1)
+    rows, next_id = 0, first_id
+    while not stop.is_set():
+        rows = rows % 23 + 1
+        rb.extend(ids(range(next_id, next_id + rows)))
+        next_id += rows
+
+
+def own_priority(record_ids):
+    return (record_ids * 7919 % 4093 + 1).to(torch.float32)
+
+
+def learn(rb, seconds, conditional=True):
+    """Updates four batches late; compares the ids in the slots with those sampled, under the lock.
+
+    Returns rows applied, applied to another record, stale, and stale though the record was there.
+    """
+    counts = {"applied": 0, "misapplied": 0, "stale": 0, "falsely_stale": 0}
+    batches: deque = deque()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        batches.append(rb.sample())
+        if len(batches) <= LATE:
+            continue
+        late = batches.popleft()
+        with rb._table.lock:
+            there = rb.storage[:]["id"][late["index"]] == late["id"]
+            priority = own_priority(late["id"])
+            if conditional:
+                applied = rb.update_priority_if_present(
+                    index=late["index"], generation=late["index_generation"], priority=priority
+                ).updated_mask
+            else:
+                rb.update_priority(late["index"], priority)
+                applied = torch.ones_like(there)
+        counts["applied"] += int(applied.sum())
+        counts["misapplied"] += int((applied & ~there).sum())
+        counts["stale"] += int((~applied).sum())
+        counts["falsely_stale"] += int((~applied & there).sum())
+    return counts
+
+
+def run_writers(method, make, populated, shares, seconds, conditional=True):
+    rb = learner(make(SLOTS) if populated else make(SLOTS, shared_init=True))
+    if populated:
+        rb.extend(ids(range(SLOTS)))
+    for _ in range(shares):
+        rb.share()
+    stop = multiprocessing.get_context(method).Event()
+    with (
+        child(method, write_until, rb, 10**9, stop),
+        child(method, write_until, rb, 2 * 10**9, stop),
+    ):
+        try:
+            deadline = time.monotonic() + 60
+            while rb.write_count < SLOTS * 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return learn(rb, seconds, conditional)
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("shares", [0, 1, 2])
+@pytest.mark.parametrize("populated", [True, False], ids=["populated", "shared_init"])
+@pytest.mark.parametrize("make", [LazyMemmapStorage, LazyTensorStorage])
+@pytest.mark.parametrize("method", METHODS)
+class TestEveryWayToShare:
+    def check(self, method, make, populated, shares, seconds):
+        if (method, make, populated, shares) == ("fork", LazyTensorStorage, True, 0):
+            pytest.skip("refused: see test_records_in_private_memory_are_refused_after_a_fork")
+        counts = run_writers(method, make, populated, shares, seconds)
+        assert counts["applied"] > 0
+        assert counts["stale"] > 0
+        assert counts["misapplied"] == 0
+        assert counts["falsely_stale"] == 0
+
+    def test_two_writer_processes(self, method, make, populated, shares):
+        self.check(method, make, populated, shares, seconds=1)
+
+    @pytest.mark.stress
+    def test_two_writer_processes_for_long(self, method, make, populated, shares):
+        self.check(method, make, populated, shares, seconds=10)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_processes_put_priorities_on_other_records_with_update_priority(method):
+    counts = run_writers(method, LazyMemmapStorage, True, 1, seconds=1, conditional=False)
+    assert counts["misapplied"] > 0
+
+
+# ------------------------------------------------------------------ a dead process stops nobody
+
+
+def stop_at(owner, name, pipe):
+    """Makes the process report and then stand still for ever where it calls ``owner.name``."""
+
+    def stand_still(*args, **kwargs):
+        pipe.send("here")
+        time.sleep(600)
+
+    setattr(owner, name, stand_still)
+
+
+def die_between_stamps_and_data(rb, pipe):
+    torch.set_num_threads(1)
+    stop_at(rb.storage, "set", pipe)
+    rb.extend(ids(range(100, 103)))
+
+
+def die_in_the_first_write(rb, pipe):
+    torch.set_num_threads(1)
+    stop_at(rb.storage, "_init_coordinator", pipe)
+    rb.extend(ids(range(100, 103)))
+
+
+@contextlib.contextmanager
+def killed_at(method, target, rb):
+    """A process that was killed where ``target`` stops it."""
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(rb, theirs), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(60)
+        assert ours.recv() == "here"
+        assert rb._table.lock.acquire(timeout=0.1) is False  # it holds the lock
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    yield
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_a_writer_killed_between_stamps_and_data_leaves_the_lock_free_and_no_handle_alive(
+    method, storage
+):
+    rb = learner(storage(CAPACITY), 8)
+    rb.share()
+    rb.extend(ids(range(8)))
+    rb.sample()
+    generation = rb.writer.generations_of(torch.arange(8))
+    with killed_at(method, die_between_stamps_and_data, rb):
+        assert rb._table.lock.acquire(timeout=1)
+        rb._table.lock.release()
+        result = rb.update_priority_if_present(
+            index=torch.arange(8), generation=generation, priority=PRIORITY
+        )
+        assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+        rb.sample()
+        with child(method, rewrite_three, rb):  # a fresh writer goes on where the dead one was
+            pass
+    assert rb[:]["id"].tolist()[3:] == [100, 101, 102, 6, 7] or rb[:]["id"].tolist()[:3] == [
+        100,
+        101,
+        102,
+    ]
+    rb.sample()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_a_process_killed_in_the_storages_first_write_keeps_nobody_waiting(method, storage):
+    rb = learner(storage(CAPACITY, shared_init=True), 8)
+    with killed_at(method, die_in_the_first_write, rb):
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="first write, in another process, has not ended"):
+            rb.sample()
+        assert time.monotonic() - begun < 1
+        with child(method, rewrite_three, rb):
+            pass
+    assert len(rb) == 3
+    assert rb[:]["id"].tolist() == [100, 101, 102]
+    assert rb.sample()["id"].min() >= 100
+    assert leaves(rb) == [1, 1, 1, 0, 0, 0, 0, 0]
+    rb.extend(ids(range(8)))
+    assert len(rb) == 8
+
+
+def kill_writers(kills):
+    """Kills forked writers at random moments of extend() while the learner goes on."""
+    generator = torch.Generator().manual_seed(0)
+    rb = learner(LazyMemmapStorage(SLOTS))
+    rb.extend(ids(range(SLOTS)))
+    context = multiprocessing.get_context("fork")
+    misapplied = applied = 0
+    longest_wait = 0.0
+    batches: deque = deque()
+    for kill in range(kills):
+        stop = context.Event()
+        writer = context.Process(
+            target=write_until, args=(rb, (kill + 1) * 10**6, stop), daemon=True
+        )
+        before = rb.write_count
+        writer.start()
+        deadline = time.monotonic() + 30
+        while rb.write_count == before and time.monotonic() < deadline:
+            pass  # until it writes
+        time.sleep(float(torch.rand((), generator=generator)) * 0.004)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        begun = time.monotonic()
+        batches.append(rb.sample())
+        longest_wait = max(longest_wait, time.monotonic() - begun)
+        if len(batches) > LATE:
+            late = batches.popleft()
+            with rb._table.lock:
+                there = rb.storage[:]["id"][late["index"]] == late["id"]
+                mask = rb.update_priority_if_present(
+                    index=late["index"],
+                    generation=late["index_generation"],
+                    priority=own_priority(late["id"]),
+                ).updated_mask
+            misapplied += int((mask & ~there).sum())
+            applied += int(mask.sum())
+    with child("fork", rewrite_three, rb):
+        pass
+    assert misapplied == 0
+    assert longest_wait < 1
+    assert set(range(100, 103)) <= set(rb[:]["id"].tolist())
+
+
+@pytest.mark.timeout(300)
+def test_fifty_writers_killed_at_random_moments_stop_nobody():
+    kill_writers(50)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+def test_a_thousand_writers_killed_at_random_moments_stop_nobody():
+    kill_writers(1000)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def report_refusal(use, pipe):
+    try:
+        use()
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+    else:
+        pipe.send("not refused")
+
+
+def refusal_in_fork(rb):
+    """What a forked child is told when it uses the buffer."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    with child("fork", report_refusal, lambda: rb.extend(ids(range(2))), theirs):
+        return ours.recv() if ours.poll(30) else "no answer"
+
+
+def test_records_in_private_memory_are_refused_after_a_fork():
+    rb = learner(LazyTensorStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    assert "its records are in private memory (call share()" in refusal_in_fork(rb)
+    rb.share()
+    assert refusal_in_fork(rb) == "not refused"
+    assert len(rb) == 8
+    rb.extend(ids(range(3)))
+
+
+def test_a_storage_without_records_is_refused_after_a_fork_unless_its_first_write_is_shared():
+    rb = learner(LazyTensorStorage(CAPACITY))
+    assert "it had no records yet at the fork" in refusal_in_fork(rb)
+    shared = learner(LazyTensorStorage(CAPACITY, shared_init=True))
+    assert refusal_in_fork(shared) == "not refused"
+    assert len(shared) == 2
+
+
+def test_a_synchronous_tree_is_refused_after_a_fork_and_when_it_is_sent():
+    rb = td_buffer(storage=LazyMemmapStorage(CAPACITY))
+    assert "a copy of the priorities (build the buffer with sync=False)" in refusal_in_fork(rb)
+    with pytest.raises(RuntimeError, match="sync=False"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    rb.extend(ids(range(2)))
+
+
+def test_a_list_storage_is_refused_by_share_after_a_fork_and_when_it_is_sent():
+    rb = td_buffer(storage=ListStorage(CAPACITY), sync=False)
+    with pytest.raises(RuntimeError, match="a ListStorage can't be shared"):
+        rb.share()
+    assert "the counters of its ListStorage are in private memory" in refusal_in_fork(rb)
+    with pytest.raises(RuntimeError, match="ListStorage"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    rb.extend(ids(range(2)))
+
+
+def test_a_buffer_whose_lock_the_sender_holds_is_refused():
+    rb = learner(LazyMemmapStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    with rb._table.lock:
+        with pytest.raises(RuntimeError, match="by a thread that holds its lock"):
+            multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+        assert "forked while its lock was held" in refusal_in_fork(rb)
+    assert refusal_in_fork(rb) == "not refused"
+
+
+def test_a_queue_a_pipe_and_a_pool_are_refused_and_a_closed_pool_says_so():
+    rb = learner(LazyMemmapStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    context = multiprocessing.get_context("fork")
+    with pytest.raises(RuntimeError, match="through a queue, pipe or pool"):
+        context.Pipe()[0].send(rb)
+    with context.Pool(1) as pool:
+        with pytest.raises(RuntimeError, match="through a queue, pipe or pool"):
+            pool.apply(print, (rb,))
+        pool.close()
+        with pytest.raises(ValueError, match="Pool not running"):
+            pool.apply(print, (rb,))
+        pool.join()
+    rb.extend(ids(range(2)))
+    assert rb.sample()["index_generation"].max() <= 1
+
+
+def test_a_mount_that_is_too_small_is_refused_and_nothing_is_half_made(monkeypatch):
+    rb = learner(LazyTensorStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 5, 5, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(
+        RuntimeError, match="needs 64 bytes in /dev/shm for the counters: 0 are free"
+    ):
+        rb.share()
+    assert not stamps(rb).is_shared()
+    assert not rb.storage._storage.is_shared()
+    assert rb.shared is False
+    with pytest.raises(RuntimeError, match="for the counters"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    assert "the counters of its LazyTensorStorage are in private" in refusal_in_fork(rb)
+    monkeypatch.undo()
+    rb.share()
+    assert refusal_in_fork(rb) == "not refused"
+
+
+def test_plain_tensor_records_can_be_forked_and_say_why_they_cannot_be_sent():
+    rb = buffer(storage=LazyMemmapStorage(CAPACITY), sync=False)
+    with pytest.raises(RuntimeError, match="no storage of plain tensors"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    held = rb.writer.generations_of(torch.arange(8))
+    with child("fork", lambda: rb.extend(torch.arange(3))):
+        pass
+    assert rb._table.is_live(torch.arange(8), held).tolist() == [False] * 3 + [True] * 5
