@@ -82,6 +82,9 @@ class Thread(threading.Thread):
         except BaseException as error:
             self._error = error
 
+    def join_briefly(self, seconds: float) -> None:
+        super().join(seconds)
+
     def join(self, timeout: float | None = 30) -> Any:
         super().join(timeout)
         assert not self.is_alive(), "the thread is still waiting: a deadlock"

@@ -8,6 +8,7 @@ and uses the table's lock as its write lock. On a storage without a table every 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -16,23 +17,34 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection, unravel_key
 from torchrl.data import replay_buffers as torchrl_buffers
-from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage, TensorStorage, Writer
+from torchrl.data.replay_buffers import (
+    ImmutableDatasetWriter,
+    PrioritizedSampler,
+    Sampler,
+    Storage,
+    TensorStorage,
+    Writer,
+)
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
-from torchrl.data.replay_buffers.utils import _reduce
 
+from .checks import checked_handles, checked_priority
 from .result import PriorityUpdateResult
-from .slots import TABLE_ATTRIBUTE, SlotGenerations, integer_tensor, slot_index
+from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations, integer_tensor
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
+    give_default_priority,
     last_rows,
     row_generations,
     without_stamps,
 )
+
+# What dumps() adds to TorchRL's files.
+STATE_FILE = "generations.pt"
 
 # The mix-in stands before a TorchRL buffer class, whose methods and attributes it works with.
 if TYPE_CHECKING:
@@ -72,6 +84,7 @@ class ConditionalPriorityUpdates(_Buffer):
     """
 
     _initialized: bool
+    _init_storage: Any
     # TorchRL's own write lock, for a storage without a table.
     _stock_write_lock: Any = contextlib.nullcontext()
     # How many add() and extend() calls are under way, nested ones. Guarded by the table's lock.
@@ -112,21 +125,19 @@ class ConditionalPriorityUpdates(_Buffer):
         self._stock_write_lock = lock
 
     @contextlib.contextmanager
-    def _settled(self, other: SlotGenerations | None = None) -> Iterator[None]:
-        """Holds every lock, ``other``'s too, with no prefetch or background update still running.
+    def _settled(self, *tables: SlotGenerations | None) -> Iterator[None]:
+        """Holds every lock with no prefetched sample or background update still running.
 
         They need the replay and table locks to finish, so they are waited for before those are
         taken, and ``_futures_lock`` keeps new ones from starting.
         """
         with self._futures_lock:
             self._synchronize_futures_locked()
-            tables = {id(table): table for table in (self._table, other) if table is not None}
             with contextlib.ExitStack() as locks:
                 locks.enter_context(self._replay_lock)
-                if not tables:
-                    locks.enter_context(self._write_lock)
-                for table in sorted(tables.values(), key=lambda table: table.lock.order):
-                    locks.enter_context(table.lock)
+                ordered = {table.lock.order: table.lock for table in tables if table is not None}
+                for order in sorted(ordered):
+                    locks.enter_context(ordered[order])
                 yield
 
     # ------------------------------------------------------------------ construction
@@ -136,19 +147,35 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         if self._generator_argument is not None:
             self._init_generator = self._generator_argument
+        tracked = False
         try:
+            # TorchRL attaches the buffer to the storage first, and then makes its other parts.
+            self._storage = self._init_storage = self._maybe_make_storage(
+                self._init_storage, compilable=self._init_compilable
+            )
+            tracked = self._table is not None
             super()._init()
-            self._check_tree(self._storage, self._priority_sampler)
+            table = self._table
+            if table is not None:
+                self._limit_to_tree()
+                table.install_cells()
+                if self.shared:
+                    table.share()
         except BaseException:
             self._initialized = False
-            # TorchRL attaches the buffer first: what failed must not stay on a user's storage.
-            _detach(self, self.__dict__.get("_storage"))
+            self._leave_storage(forget_table=not tracked)
             raise
         self._writer_argument = self._generator_argument = None
-        if self._table is not None:
-            self._table.install_cells()
-            if self.shared:
-                self._table.share()
+
+    def _leave_storage(self, forget_table: bool) -> None:
+        """Takes the buffer off its storage, which may be a user's."""
+        storage = self.__dict__.get("_storage")
+        if storage is not None:
+            attached = storage._attached_entities
+            attached[:] = [entity for entity in attached if entity is not self]
+            if forget_table:
+                storage.__dict__.pop(TABLE_ATTRIBUTE, None)
+                storage.__dict__.pop(STAMPS_ATTRIBUTE, None)
 
     def _maybe_make_writer(self, writer: Writer | Callable[[], Writer] | None) -> Writer:
         if self._writer_argument is not None:
@@ -160,9 +187,15 @@ class ConditionalPriorityUpdates(_Buffer):
             )
         made = super()._maybe_make_writer(writer)
         self._check_tracks(made)
-        if made.tracks_generations:  # also for TorchRL's own tracking writers
-            SlotGenerations.attach(self._storage)
+        self._ready_storage(self._storage, made)
         return made
+
+    def _ready_storage(self, storage: Storage, writer: Writer) -> None:
+        """Makes the table for a TorchRL writer that tracks; ours make it when they register."""
+        if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
+            self._check_tree(storage, self._priority_sampler)
+        if _stamps_late(writer) and writer.tracks_generations:
+            SlotGenerations.attach(storage)
 
     def _check_tracks(self, writer: Writer) -> None:
         if self._track_generations and not writer.tracks_generations:
@@ -173,22 +206,29 @@ class ConditionalPriorityUpdates(_Buffer):
             )
 
     def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
-        """Makes sure that each tracked slot has its leaf: the compiled tree checks no bounds."""
-        table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
-        if table is None or not isinstance(sampler, PrioritizedSampler):
-            return
-        if sampler.max_size >= storage.max_size:
-            return
-        if storage.max_size < torch.iinfo(torch.int64).max:
+        """Refuses a tree without a leaf for every slot: the compiled one checks no bounds."""
+        if (
+            isinstance(sampler, PrioritizedSampler)
+            and sampler.max_size < storage.max_size < torch.iinfo(torch.int64).max
+        ):
             raise ValueError(
                 "A tracking buffer needs a priority sampler with a leaf for every slot: got "
                 f"max_capacity={sampler.max_size} for a storage of {storage.max_size} slots."
             )
-        table.limit_to_tree(sampler.max_size)
+
+    def _limit_to_tree(self) -> None:
+        table, sampler = self._table, self._priority_sampler
+        if table is not None and sampler is not None:
+            table.limit_to_tree(sampler.max_size)
 
     def _initialize_prioritized_sampler(self) -> None:
         with self._replay_lock, self._write_lock:  # another buffer may be writing already
             super()._initialize_prioritized_sampler()
+
+    def mark_update(self, index: Any) -> None:
+        """Gives records the default priority; writers on the storage call it."""
+        if "_sampler" in self.__dict__:  # else another thread still builds the buffer
+            super().mark_update(index)
 
     # ------------------------------------------------------------------ writing records
 
@@ -210,7 +250,7 @@ class ConditionalPriorityUpdates(_Buffer):
         Raises:
             RuntimeError: for ``return_generation=True`` if the writer does not track.
         """
-        return self._write(partial(super().add, data), "add", return_generation)
+        return self._write(partial(super().add, self._clean(data)), "add", return_generation)
 
     @_maybe_delay_init
     def extend(
@@ -241,64 +281,73 @@ class ConditionalPriorityUpdates(_Buffer):
             >>> rb.extend([10, 11, 12], return_generation=True)
             (tensor([0, 1, 0]), tensor([-1,  0,  1]))
         """
-        call = partial(super().extend, data, update_priority=update_priority)
+        call = partial(super().extend, self._clean(data), update_priority=update_priority)
         return self._write(call, "extend", return_generation)
+
+    def _clean(self, data: Any) -> Any:
+        """Drops the stamps of a sample put back, where TorchRL's writer would store them."""
+        late = _stamps_late(self._writer) and self._writer.tracks_generations
+        return without_stamps(data) if late else data
 
     def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
         """Runs one of TorchRL's writing calls as a single critical section."""
         if return_generation and not self._writer.tracks_generations:
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
-        table = self._table
-        if table is None:
+        if self._table is None:
             return write()
-        with self._replay_lock, table.lock:
-            advances = table.num_advances
-            self._writes_under_way += 1
-            try:
-                index = write()
-            except BaseException:
-                if not isinstance(self._writer, RoundRobinWriter):
-                    # A writer that stamps after the data: nothing tells how far it came.
-                    table.advance_written()
-                raise
-            finally:
-                self._writes_under_way -= 1
-            if table.num_advances == advances and not _stamps_late(self._writer):
-                # A writer that does not stamp at all. -1 is a row that it rejected.
-                slots = torch.as_tensor(index).reshape(-1)
-                table.advance(slots[slots >= 0])
-            if return_generation:
-                return index, row_generations(table, index)
-            return index
+        with self._replay_lock:  # set_storage() holds it: the table stays the same
+            table = self._table
+            with table.lock:
+                advances = table.num_advances
+                self._writes_under_way += 1
+                try:
+                    index = write()
+                except BaseException:
+                    if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
+                        # A writer that stamps after the data: nothing tells how far it came.
+                        table.advance_written()
+                    raise
+                finally:
+                    self._writes_under_way -= 1
+                unstamped = table.num_advances == advances and not _stamps_late(self._writer)
+                if unstamped and index is not None:
+                    # A user's writer that does not stamp. -1 is a row that it rejected.
+                    slots = torch.as_tensor(index).reshape(-1)
+                    table.advance(slots[slots >= 0])
+                if return_generation:
+                    return index, row_generations(table, -1 if index is None else index)
+                return index
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
-        table = self._table
-        if table is None or _names_field(index):
+        if self._table is None or _names_field(index):
             super().__setitem__(index, value)
             return
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
-        with self._replay_lock, table.lock:
-            slots = _slots_written(index, value, self._storage)
-            table.advance(slots)
-            super().__setitem__(index, without_stamps(value))
-            slots = slots[slots < len(self._storage)]
-            if slots.numel():
-                for entity in self._storage._attached_entities:
-                    entity.mark_update(slots)
+        with self._replay_lock:
+            table = self._table
+            with table.lock:
+                slots = _slots_written(index, value, self._storage)
+                table.advance(slots)
+                try:
+                    super().__setitem__(index, without_stamps(value))
+                finally:
+                    give_default_priority(self._storage, slots)
 
     @_maybe_delay_init
     def empty(self, empty_write_count: bool = True) -> None:
         """Empties the buffer, which makes every handle stale."""
-        table = self._table
-        if table is None:
+        if self._table is None:
             super().empty(empty_write_count=empty_write_count)
             return
-        with self._replay_lock, table.lock:
-            super().empty(empty_write_count=empty_write_count)
-            if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
-                table.advance_written()
+        with self._replay_lock:
+            table = self._table
+            with table.lock:
+                super().empty(empty_write_count=empty_write_count)
+                if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
+                    table.advance_written()
+                self._seen = None
 
     # ------------------------------------------------------------------ priorities
 
@@ -314,17 +363,20 @@ class ConditionalPriorityUpdates(_Buffer):
 
         :meth:`update_priority_if_present` is the safe form.
         """
-        table = self._table
-        if table is None:
+        if self._table is None:
             super().update_priority(index, priority)
             return
-        with self._replay_lock, table.lock:
-            if self._writes_under_way and torch.numel(index) > table.stamps.numel():
-                # The priorities that the records of an extend() carry. A row that was overwritten
-                # within the call has no record any more.
-                stays = last_rows(index)
-                index, priority = index[stays], priority[stays]
-            super().update_priority(index, priority)
+        with self._replay_lock:
+            table = self._table
+            with table.lock:
+                if self._writes_under_way and isinstance(index, torch.Tensor):
+                    # The priorities that the records of a write carry.
+                    priority = torch.as_tensor(priority).to(self._priority_dtype)
+                    if index.numel() > table.stamps.numel():
+                        # A row that the call itself overwrote has no record any more.
+                        stays = last_rows(index)
+                        index, priority = index[stays], priority[stays]
+                super().update_priority(index, priority)
 
     @_maybe_delay_init
     def update_priority_if_present(
@@ -374,25 +426,26 @@ class ConditionalPriorityUpdates(_Buffer):
             >>> result.num_updated, result.num_stale
             (2, 2)
         """
-        table, sampler = self._conditional_parts("update_priority_if_present")
-        slots, taken, mask_shape, device = _handles(index, generation)
-        rows = slots.numel()
-        priority = _checked_priority(priority, rows, sampler)
-        with self._replay_lock, table.lock:
-            self._catch_up()
-            live = table.is_live(slots.to(table.stamps.device), taken.to(table.stamps.device))
-            num_live = int(live.sum())
-            if num_live:
-                if num_live < rows:
-                    slots = slots[live.to(slots.device)]
-                    if priority.ndim:
-                        priority = priority[live.to(priority.device)]
-                if sampler.device.type != "cpu":  # a parallel scatter has no last row
-                    last = last_rows(slots)
-                    slots = slots[last]
-                    if priority.ndim:
-                        priority = priority[last.to(priority.device)]
-                sampler.update_priority(slots, priority, storage=self._storage)
+        with self._replay_lock:  # set_storage() and set_sampler() hold it
+            table, sampler = self._conditional_parts("update_priority_if_present")
+            slots, taken, mask_shape, device = checked_handles(index, generation)
+            rows = slots.numel()
+            priority = checked_priority(priority, rows, sampler)
+            with table.lock:
+                self._catch_up()
+                live = table.is_live(slots.to(table.stamps.device), taken.to(table.stamps.device))
+                num_live = int(live.sum())
+                if num_live:
+                    if num_live < rows:
+                        slots = slots[live.to(slots.device)]
+                        if priority.ndim:
+                            priority = priority[live.to(priority.device)]
+                    if sampler.device.type != "cpu":  # a parallel scatter has no last row
+                        last = last_rows(slots)
+                        slots = slots[last]
+                        if priority.ndim:
+                            priority = priority[last.to(priority.device)]
+                    sampler.update_priority(slots, priority, storage=self._storage)
         return PriorityUpdateResult(updated_mask=live.reshape(mask_shape).to(device))
 
     @_maybe_delay_init
@@ -423,6 +476,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 "update_priority_if_present()."
             )
         self._conditional_parts(name)
+        if not is_tensor_collection(data):
+            raise TypeError(f"{name}() needs a tensordict: got {type(data).__name__}.")
         if isinstance(self._sample_unit, SequenceUnit):
             raise NotImplementedError(
                 f"{name}() does not know the stamps of a Sequence unit's anchors yet. Keep the "
@@ -452,6 +507,11 @@ class ConditionalPriorityUpdates(_Buffer):
         return table, sampler
 
     # ------------------------------------------------------------------ asynchronous learners
+
+    @property
+    def _priority_dtype(self) -> torch.dtype:
+        sampler = self._priority_sampler
+        return torch.float32 if sampler is None else sampler.dtype
 
     @property
     def _learner_sampler(self) -> Sampler | None:
@@ -494,27 +554,110 @@ class ConditionalPriorityUpdates(_Buffer):
 
     @_maybe_delay_init
     def state_dict(self) -> dict[str, Any]:
-        """Returns records, priorities, stamps and lineage at one point in time."""
-        with self._settled():
+        """Returns records, priorities, stamps and lineage at one point in time.
+
+        Of a ``sync=False`` learner, its priorities too.
+        """
+        table = self._table
+        if table is None:
             return super().state_dict()
+        with self._settled(table):
+            return {**super().state_dict(), "_learner": self._learner_state()}
 
     @_maybe_delay_init
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores a state; :meth:`SlotGenerations.load_state_dict` tells which handles live on."""
-        with self._settled():
+        """Restores a state; :meth:`SlotGenerations.load_state_dict` tells which handles live on.
+
+        Records that ran on since the state was taken get the default priority.
+        """
+        table = self._table
+        if table is None:
             super().load_state_dict(state_dict)
+            return
+        learner = state_dict.get("_learner")
+        self._check_saved_tree((learner or state_dict)["sampler" if learner else "_sampler"])
+        with self._restoring(table):
+            super().load_state_dict(state_dict)
+            self._load_learner_state(learner)
 
     @_maybe_delay_init
     def dumps(self, path: str | Path) -> None:
-        """Saves records, priorities, stamps and lineage into the folder ``path``."""
-        with self._settled():
+        """Saves records, priorities, stamps and lineage into the folder ``path``.
+
+        A memory-mapped storage whose files are in that folder runs on there: its handles from
+        before are stale when it is loaded.
+        """
+        table = self._table
+        if table is None:
             super().dumps(path)
+            return
+        path = Path(path).absolute()
+        with self._settled(table):
+            super().dumps(path)
+            ours = {"learner": self._learner_state(), "in_place": table.is_inside(path)}
+            torch.save(ours, path / STATE_FILE)
 
     @_maybe_delay_init
     def loads(self, path: str | Path) -> None:
         """Restores what :meth:`dumps` saved; see :meth:`load_state_dict`."""
-        with self._settled():
+        table = self._table
+        if table is None:
             super().loads(path)
+            return
+        file = Path(path).absolute() / STATE_FILE
+        ours = torch.load(file, weights_only=False) if file.exists() else {}
+        with self._restoring(table):
+            super().loads(path)
+            self._load_learner_state(ours.get("learner"))
+            if ours.get("in_place"):
+                table.retire()
+                table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+
+    @contextlib.contextmanager
+    def _restoring(self, table: SlotGenerations) -> Iterator[None]:
+        """A load. Whatever comes of it, no tree keeps the priority of a record that is gone."""
+        with self._settled(table):
+            before = table.stamps.clone()
+            try:
+                yield
+            except BaseException:
+                # The records may be new already, or in part: no handle is live on them.
+                table.retire()
+                give_default_priority(self._storage, table.records())
+                raise
+            # Ours came with the records; what another buffer has was for those of before.
+            gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
+            others = [entity for entity in self._storage._attached_entities if entity is not self]
+            give_default_priority(self._storage, gone, others)
+            if table.ran_on is not None:
+                give_default_priority(self._storage, table.ran_on.nonzero().reshape(-1), [self])
+
+    def _learner_state(self) -> dict[str, Any] | None:
+        sampler = self._learner_sampler
+        if sampler is None:
+            return None
+        seen = None if self._seen is None else self._seen.clone()
+        return {"sampler": sampler.state_dict(), "seen": seen}
+
+    def _load_learner_state(self, state: dict[str, Any] | None) -> None:
+        sampler = self._learner_sampler
+        if sampler is None:
+            return
+        self._seen = None
+        if state is None or state["seen"] is None:
+            sampler._empty()
+        else:
+            sampler.load_state_dict(state["sampler"])
+            self._seen = state["seen"].clone()
+
+    def _check_saved_tree(self, state: dict[str, Any]) -> None:
+        """A tree of another size would be written past its end."""
+        saved, sampler = state.get("_sum_tree"), self._priority_sampler
+        if saved is not None and sampler is not None and saved.size != sampler._sum_tree.size:
+            raise ValueError(
+                f"The checkpoint's priority tree holds {saved.size} slots: this buffer's holds "
+                f"{sampler._sum_tree.size}. Build the buffer with the capacity of the checkpoint."
+            )
 
     def share(self, shared: bool = True) -> Any:
         """Readies the buffer for other processes; see :meth:`torchrl.data.ReplayBuffer.share`.
@@ -530,19 +673,41 @@ class ConditionalPriorityUpdates(_Buffer):
         return super().share(shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._table is None:
+        table = self._table
+        if table is None:
             return super().__getstate__()
-        spawning = get_spawning_popen() is not None
-        if spawning:
-            self._check_sendable()
-        with self._settled():
+        if get_spawning_popen() is None:
+            return self._copied_state()
+        self._check_sendable()
+        with self._settled(table):
             state = super().__getstate__()
-        if spawning:
-            state["_seen"] = None  # the learner's, like its sampler
+        state["_seen"] = None  # the learner's, like its sampler
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._table is None:
+            state = copy.deepcopy(super().__getstate__(), memo)
+        else:
+            state = self._copied_state()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(state)
+        return copied
+
+    def _copied_state(self) -> dict[str, Any]:
+        """A snapshot: a pickler or a deepcopy would read records and stamps one after the other."""
+        with self._settled(self._table):
+            attached = self._storage._attached_entities
+            others = {id(entity): None for entity in attached}  # they stay behind
+            state = copy.deepcopy(super().__getstate__(), others)
+        state["_storage"]._attached_entities_list = []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        storage = self.__dict__.get("_storage")
+        if storage is not None:
+            storage.attach(self)
         if self._table is not None:
             self._table.install_cells()
 
@@ -576,17 +741,20 @@ class ConditionalPriorityUpdates(_Buffer):
             TypeError: for a kind of storage that cannot be tracked.
             ValueError: for ``ndim > 1``, or more slots than the priority sampler holds.
         """
-        if not self._writer.tracks_generations:
+        writer = self._writer
+        if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
-        table = SlotGenerations.attach(storage)
         self._check_tree(storage, self._priority_sampler)
-        with self._settled(table):
-            former = super().set_storage(storage, collate_fn)
-            _detach(self, former)
+        table = SlotGenerations.attach(storage)
+        with self._settled(self._table, table):
+            former = self._storage
+            self._leave_storage(forget_table=False)
+            super().set_storage(storage, collate_fn)
             storage.attach(self)
+            self._limit_to_tree()
             table.retire()
-            self._writer.register_storage(storage)
-            self._writer._cursor = 0
+            writer.register_storage(storage)
+            writer._cursor = 0
             self._forget_priorities()
         return former
 
@@ -599,30 +767,36 @@ class ConditionalPriorityUpdates(_Buffer):
                 not track.
         """
         self._check_tracks(writer)
-        table = SlotGenerations.attach(self._storage) if writer.tracks_generations else None
-        with self._settled(table):
+        self._ready_storage(self._storage, writer)
+        table = self._table
+        if table is None and not writer.tracks_generations:
             return super().set_writer(writer)
+        with self._settled(table):
+            former = super().set_writer(writer)
+            self._limit_to_tree()
+            return former
 
     @_maybe_delay_init
     def set_sampler(self, sampler: Sampler) -> Sampler:
         """Gives the buffer another sampler and returns the former one.
 
-        A priority sampler without priorities gets the default priority for every record.
+        In a tracked buffer, a priority sampler begins with the default priority for every record:
+        the priorities that it may have are those of records that nobody has followed since.
 
         Raises:
             ValueError: if the sampler holds fewer slots than a tracked storage.
         """
-        if self._table is None:
+        table = self._table
+        if table is None:
             return super().set_sampler(sampler)
         self._check_tree(self._storage, sampler)
-        with self._settled():
+        with self._settled(table):
             if isinstance(sampler, PrioritizedSampler) and self._learner_sampler is not None:
                 former, self._prioritized_sampler = self._learner_sampler, sampler
-                self._seen = None
-                return former
-            former = super().set_sampler(sampler)
-            if isinstance(sampler, PrioritizedSampler) and sampler._max_priority[0] is None:
-                self._initialize_prioritized_sampler()
+            else:
+                former = super().set_sampler(sampler)
+            self._limit_to_tree()
+            self._forget_priorities()
             return former
 
     def _forget_priorities(self) -> None:
@@ -793,16 +967,9 @@ def _stamps_late(writer: Writer) -> bool:
     )
 
 
-def _detach(buffer: ConditionalPriorityUpdates, storage: Storage | None) -> None:
-    attached = getattr(storage, "_attached_entities", [])
-    attached[:] = [entity for entity in attached if entity is not buffer]
-
-
 def _names_field(index: Any) -> bool:
     """Whether ``rb[index] = ...`` patches a field of all records instead of writing records."""
-    return isinstance(index, str) or (
-        isinstance(index, tuple) and bool(index) and all(isinstance(key, str) for key in index)
-    )
+    return isinstance(index, str) or (isinstance(index, tuple) and bool(unravel_key(index)))
 
 
 def _slots_written(index: Any, value: Any, storage: Storage) -> torch.Tensor:
@@ -815,17 +982,12 @@ def _slots_written(index: Any, value: Any, storage: Storage) -> torch.Tensor:
     extent = capacity if is_tensor else len(storage)
     if isinstance(index, tuple):
         index = index[0]
-    if index is Ellipsis:
+    if is_tensor and (index is None or index is True or index is Ellipsis):
         index = slice(None)
     if isinstance(index, slice):
         slots = torch.from_numpy(np.arange(*index.indices(extent)))
-        if not is_tensor and len(value) != slots.numel():
-            raise ValueError(
-                f"rb[{index}] needs one record per slot, {slots.numel()} of them: got "
-                f"{len(value)}. A list would shift the records behind them into other slots."
-            )
-        return slots
-    if isinstance(index, (torch.Tensor, np.ndarray, list)):
+        return slots if is_tensor else _list_slots(index, len(value), slots, extent)
+    if is_tensor and isinstance(index, (torch.Tensor, np.ndarray, list)):
         mask = torch.as_tensor(index)
         if mask.dtype is torch.bool:
             return mask.nonzero()[:, 0]
@@ -836,94 +998,14 @@ def _slots_written(index: Any, value: Any, storage: Storage) -> torch.Tensor:
     return slots
 
 
-def _handles(
-    index: Any, generation: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Size, torch.device]:
-    """Returns slots and stamps, int64 ``[N]`` each, and shape and device of the result's mask."""
-    name = "update_priority_if_present(): "
-    index = slot_index(index, name + "index")
-    mask_shape = index.shape[:1]
-    slots = _first_of_row(index, "index")
-    taken = _first_of_row(integer_tensor(generation, name + "generation"), "generation")
-    if taken.numel() != slots.numel():
+def _list_slots(index: slice, rows: int, slots: torch.Tensor, length: int) -> torch.Tensor:
+    """The slots that a slice of a list takes: it may grow at its end, not in the middle."""
+    start, stop, step = index.indices(length)
+    if step == 1 and max(start, stop) == length:
+        return torch.arange(start, start + rows)
+    if rows != slots.numel():
         raise ValueError(
-            "update_priority_if_present() needs one generation per record: got "
-            f"{taken.numel()} generations for {slots.numel()} records."
+            f"rb[{index}] needs one record per slot, {slots.numel()} of them: got {rows}. A list "
+            "would shift the records behind them into other slots."
         )
-    return slots, taken, mask_shape, index.device
-
-
-def _first_of_row(values: torch.Tensor, name: str) -> torch.Tensor:
-    """Drops trailing dimensions, along which a row must repeat one value: int64 ``[N]``."""
-    if values.ndim < 2:
-        return values.reshape(-1)
-    rows = values.reshape(values.shape[0], -1) if values.numel() else values.reshape(0, 1)
-    if not bool((rows == rows[:, :1]).all()):
-        raise ValueError(
-            f"update_priority_if_present() needs one {name} per record: got shape "
-            f"{tuple(values.shape)} whose trailing dimensions differ within a row. For a "
-            "one-dimensional storage dim 0 enumerates the records."
-        )
-    return rows[:, 0]
-
-
-def _checked_priority(priority: Any, rows: int, sampler: PrioritizedSampler) -> torch.Tensor:
-    """Returns the priorities in the sampler's dtype and on its device: ``[N]``, or ``[]`` for all.
-
-    A leaf of the tree is ``(p + eps) ** alpha``; every sum of leaves must stay a finite number.
-    """
-    given = _numbers(priority)
-    values = given.detach().to(device=sampler.device, dtype=sampler.dtype)
-    if values.numel() == 1:
-        values = values.reshape(())
-    elif values.ndim and values.shape[0] == rows:
-        values = values.reshape(rows, -1) if rows else values.reshape(0, 1)
-        if values.shape[1] == 1:
-            values = values[:, 0]
-        else:
-            _refuse_first(given, values, values.isfinite().all(1), "finite")
-            values = _reduce(values, sampler.reduction, dim=1)
-    else:
-        raise ValueError(
-            "update_priority_if_present() needs one priority per record, or one for all: got "
-            f"priority of shape {tuple(given.shape)} for {rows} records."
-        )
-    if not values.numel():
-        return values
-    # The weight grows with the priority, so the bounds of all rows are those of two. NaN gives NaN.
-    largest = torch.finfo(sampler.dtype).max / sampler.max_size
-    low, high = torch.aminmax(values)
-    weights = torch.stack((low, high)).add_(sampler._eps).pow_(sampler._alpha)
-    low_weight, high_weight = weights.tolist()
-    if not (float(low) >= 0 and low_weight > 0 and high_weight <= largest and high < torch.inf):
-        weights = (values + sampler._eps).pow(sampler._alpha)
-        fits = (values >= 0) & (weights > 0) & (weights <= largest) & values.isfinite()
-        rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
-        _refuse_first(given, values, fits, rule)
-    return values
-
-
-def _numbers(priority: Any) -> torch.Tensor:
-    try:
-        given = torch.as_tensor(
-            np.array(priority) if isinstance(priority, np.ndarray) else priority
-        )
-    except (TypeError, ValueError, RuntimeError) as err:
-        raise TypeError(
-            f"update_priority_if_present(): priority must be numbers: got {priority!r}."
-        ) from err
-    if given.dtype is torch.bool or given.is_complex():
-        raise TypeError(
-            f"update_priority_if_present(): priority must be real numbers: got dtype {given.dtype}."
-        )
-    return given
-
-
-def _refuse_first(given: torch.Tensor, values: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
-    """Raises for the first row that does not fit, with the value that came."""
-    if bool(fits.all()):
-        return
-    row = int((~fits).reshape(-1).to(torch.uint8).argmax())
-    where = f"priority[{row}]" if fits.ndim else "priority"
-    came = given.reshape(fits.numel(), -1)[row].squeeze().tolist()
-    raise ValueError(f"update_priority_if_present(): {where} must be {rule}: got {came}.")
+    return slots

@@ -26,6 +26,7 @@ import os
 import secrets
 import threading
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -67,7 +68,10 @@ _STORAGE_VALUES = ("_len_value", "_mutation_revision_value", "_last_cursor_index
 _WRITER_VALUES = ("_cursor_value", "_write_count_value")
 _NUM_CELLS = LENGTH + len(_STORAGE_VALUES)
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
+)
 SHARED_MEMORY = "/dev/shm"
 _attaching = threading.Lock()
 
@@ -90,19 +94,30 @@ def integer_tensor(value: Any, name: str) -> torch.Tensor:
         if _holds_bool(value):
             raise TypeError(f"{name} must be integer: got a bool in {value!r}.")
         try:
-            # Copies arrays: torch refuses negative strides and warns about read-only memory.
-            tensor = torch.as_tensor(np.array(value) if isinstance(value, np.ndarray) else value)
+            tensor = torch.as_tensor(native_array(value))
         except OverflowError as err:
             raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
         except (TypeError, ValueError, RuntimeError) as err:
             if "verflow" in str(err):
                 raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
             raise TypeError(f"{name} must be integer: got {value!r}.") from err
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor: got layout {tensor.layout}.")
     if tensor.dtype is torch.int64:
         return tensor
     if tensor.dtype in _INTEGERS or (tensor.numel() == 0 and tensor.dtype is not torch.bool):
         return tensor.to(torch.int64)
     raise TypeError(f"{name} must be integer: got dtype {tensor.dtype}.")
+
+
+def native_array(value: Any) -> Any:
+    """A copy of an array that torch takes; anything else as it is.
+
+    Torch refuses negative strides and foreign byte orders, and warns about read-only memory.
+    """
+    if isinstance(value, np.ndarray):
+        return value.astype(value.dtype.newbyteorder("="))
+    return value
 
 
 def _holds_bool(value: Any) -> bool:
@@ -159,6 +174,10 @@ class SlotGenerations:
         self._all_cells = [self._cells]
         self.lineage = uuid4().hex
         self._share_at_first_write = False
+        # Of the last restore: the slots whose records had run on since the state was taken (None:
+        # nothing tells), and the stamps as restored, to tell a TorchRL writer's advances from ours.
+        self.ran_on: torch.Tensor | None = None
+        self._restored: torch.Tensor | None = None
         self._capacity: int = storage.max_size
         self._tree_slots: int = self._capacity
         self._fixed_size: bool = self._capacity <= EAGER_SLOTS
@@ -257,13 +276,33 @@ class SlotGenerations:
         slots = slot_index(index, "index")
         with self.lock:
             stamps = self.stamps
-            length = len(self._storage)
+            length = min(len(self._storage), stamps.numel())
             if length == 0:
                 return torch.full_like(slots, -1)
             local = slots.to(stamps.device)
             inside = (local >= 0) & (local < length)
-            found = stamps.take(local.clamp(0, length - 1))
+            local = local.clamp(0, length - 1)
+            found = stamps.take(local)
+            if self._restored is not None:
+                found = self._raised_to_base(local, found, self._restored.take(local))
         return torch.where(inside, found, -1).to(slots.device)
+
+    def _raised_to_base(
+        self, slots: torch.Tensor, found: torch.Tensor, restored: torch.Tensor
+    ) -> torch.Tensor:
+        """Stamps of ``slots`` after a restore, where a TorchRL writer may have advanced some.
+
+        It adds 1 and knows no base. Below the base only the restored stamps themselves are ours.
+        """
+        late = (found < self.base) & (found != restored) & (found >= 0)
+        if bool(late.any()):
+            self._stamps[slots[late]] = self.base
+            found = self._stamps.take(slots)
+        return found
+
+    def records(self) -> torch.Tensor:
+        """The slots below the length of the storage: int64 ``[records]``."""
+        return torch.arange(len(self._storage), device=self._stamps.device)
 
     def is_live(self, index: Any, generation: Any) -> torch.Tensor:
         """Tells which handles still name the record that is in their slot.
@@ -353,6 +392,7 @@ class SlotGenerations:
             stamps = self.stamps
             self.base = self._new_base(stamps)
             stamps.masked_fill_(stamps >= 0, self.base)
+            self._restored = None
             self.num_advances += 1
 
     def adopt(self, buffer: ReplayBuffer) -> None:
@@ -409,21 +449,22 @@ class SlotGenerations:
         """
         with self.lock:
             saved = self._fitting(state.get("_generation"))
+            live = self._fitting(state.get("_live_generation"))
             stamps = self.stamps
-            written = stamps >= 0
-            never_written = not bool(written.any())
+            never_written = not bool((stamps >= 0).any())
+            # Compared before the stamps change: it may be these very stamps that ran on.
+            self.ran_on = None if live is None or saved is None else live != saved
             if saved is not None and (never_written or state.get("_lineage") == self.lineage):
-                # Compared before the stamps change: it may be these very stamps that ran on.
-                live = self._fitting(state.get("_live_generation"))
-                ran_on = torch.zeros_like(written) if live is None else live != saved
                 self.base = self._new_base(stamps, saved)
                 self.lineage = state.get("_lineage") or self.lineage
                 stamps.copy_(saved)
-                stamps.masked_fill_(ran_on, self.base)
-            elif not never_written:
+                if self.ran_on is not None:
+                    stamps.masked_fill_(self.ran_on, self.base)
+            else:
                 self.retire()
             records = self._stamps_up_to(len(self._storage))[: len(self._storage)]
-            records.masked_fill_(records < 0, self.base)
+            records.masked_fill_(records < 0, 0 if never_written else self.base)
+            self._restored = stamps.clone()
             self.num_advances += 1
 
     def _fitting(self, saved: torch.Tensor | None) -> torch.Tensor | None:
@@ -467,9 +508,12 @@ class SlotGenerations:
         with self.lock:
             if getattr(self._storage, STAMPS_ATTRIBUTE) is self._stamps:
                 return
+            foreign = foreign[: self._tree_slots]
+            if not self._fixed_size and foreign.numel() > self._stamps.numel():
+                self._grow(foreign.numel())
+            ours = self._stamps[: foreign.numel()]
+            torch.maximum(ours, foreign, out=ours)
             setattr(self._storage, STAMPS_ATTRIBUTE, self._stamps)
-            stamps = self._stamps_up_to(foreign.numel())
-            torch.maximum(stamps[: foreign.numel()], foreign, out=stamps[: foreign.numel()])
             self.retire()
 
     def _stamps_up_to(self, size: int) -> torch.Tensor:
@@ -481,12 +525,15 @@ class SlotGenerations:
                 f"storage a max_size of {self._tree_slots}."
             )
         stamps = self.stamps
-        had = stamps.numel()
-        if size > had and not self._fixed_size:
-            # In place, and geometrically: the tensor on the storage stays the same object.
-            stamps.resize_(min(max(size, 2 * had), self._capacity))
-            stamps[had:] = -1
+        if size > stamps.numel() and not self._fixed_size:
+            self._grow(size)
         return stamps
+
+    def _grow(self, size: int) -> None:
+        """Grows geometrically and in place: the tensor on the storage stays the same object."""
+        had = self._stamps.numel()
+        self._stamps.resize_(min(max(size, 2 * had), self._capacity))
+        self._stamps[had:] = -1
 
     def _bump(self, stamps: torch.Tensor, writes: int = 1) -> None:
         if self.base:
@@ -529,6 +576,14 @@ class SlotGenerations:
         """Whether the first write of a ``shared_init`` storage began and did not end."""
         first = getattr(self._storage, "_init_event", None)
         return isinstance(first, FirstWrite) and first.failed
+
+    def is_inside(self, folder: Path) -> bool:
+        """Whether memory-mapped records have their files in ``folder``."""
+        return isinstance(self._storage, TensorStorage) and any(
+            folder in Path(leaf._filename).resolve().parents
+            for leaf in _leaves(self._storage)
+            if isinstance(leaf, MemoryMappedTensor) and leaf._filename is not None
+        )
 
     def share(self) -> None:
         """Moves counters and records into shared memory, the records at the latest when written.
@@ -614,6 +669,7 @@ class SlotGenerations:
         self.lock.guard(self._share_counters, self._refusal_in_child)
         if copied:
             self.base = self._new_base(self._stamps)
+            self._restored = self._stamps.clone()
 
     def __repr__(self) -> str:
         return (

@@ -7,8 +7,9 @@ larger than the storage writes only the rows that stay, so that no record is tor
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,8 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         """Puts one record at the cursor; see :meth:`torchrl.data.RoundRobinWriter.add`."""
         table = self.table
         if table is None:
-            return super().add(data)
-        with table.lock:
-            self._begin(table)
-            table.advance_ring(self._cursor, 1)
+            return self._stamp_late(super().add(data))
+        with table.lock, self._ring_write(table, 1):
             return self._put(data, super().add)
 
     def extend(self, data: Any) -> torch.Tensor:
@@ -124,13 +123,10 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         """
         table = self.table
         if table is None:
-            return super().extend(data)
+            return self._stamp_late(super().extend(data))
         rows = _num_rows(data)
         capacity = self._storage.max_size
-        with table.lock:
-            self._begin(table)
-            start = self._cursor
-            table.advance_ring(start, rows)
+        with table.lock, self._ring_write(table, rows) as start:
             if rows <= capacity:
                 return self._put(data, super().extend)
             # The older of the rows that stay fill the ring to its end, the newer begin it.
@@ -156,33 +152,65 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         """
         table = self.table
         if table is None:
-            return super().write_at(index, data)
+            return self._stamp_late(super().write_at(index, data))
         put = super().write_at
         with table.lock:
             length = len(self._storage)
-            table.advance(index)
-            written = self._put(data, lambda stored: put(index, stored))
-            gap = torch.arange(length, len(self._storage))
-            gap = gap[~torch.isin(gap, torch.as_tensor(index).reshape(-1).cpu())]
-            if gap.numel():
-                table.advance(gap)
-                self._mark_update_entities(gap)
+            slots = slot_index(index, "write_at(): index").reshape(-1)
+            table.advance(slots)
+            try:
+                written = self._put(data, lambda stored: put(index, stored))
+            except BaseException:
+                give_default_priority(self._storage, slots)
+                raise
+            self._fill_gap(table, length, slots)
             return written
 
-    def _begin(self, table: SlotGenerations) -> None:
-        """Takes back what a first write that failed, in a process that died, had claimed."""
-        if table.first_write_failed():
-            self._storage._len = 0
+    @contextlib.contextmanager
+    def _ring_write(self, table: SlotGenerations, rows: int) -> Iterator[int]:
+        """Stamps the next ``rows`` slots of the ring, whose first it gives, around their write."""
+        storage = self._storage
+        if table.first_write_failed():  # in a process that died: takes back what it had claimed
+            storage._len = 0
             self._cursor = 0
+        start, length, capacity = self._cursor, len(storage), storage.max_size
+        table.advance_ring(start, rows)
+        try:
+            yield start
+        except BaseException:
+            slots = (torch.arange(min(rows, capacity)) + start) % capacity
+            give_default_priority(storage, slots)
+            raise
+        if len(storage) > length and not (start <= length and start + rows >= len(storage)):
+            self._fill_gap(table, length, (torch.arange(min(rows, capacity)) + start) % capacity)
+
+    def _fill_gap(self, table: SlotGenerations, length: int, written: torch.Tensor) -> None:
+        """Stamps slots that a write brought below the length without a record of their own.
+
+        From now on they can be sampled: they get the default priority, too.
+        """
+        gap = torch.arange(length, len(self._storage))
+        gap = gap[~torch.isin(gap, written.cpu())]
+        if gap.numel():
+            table.advance(gap)
+            give_default_priority(self._storage, gap)
+
+    def _stamp_late(self, index: Any) -> Any:
+        """For a write without a table, in the middle of which another thread made one."""
+        table = self.table
+        if table is not None:
+            table.advance(index)
+        return index
 
     def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
         """Writes ``data`` without the stamps that samples carry."""
-        if isinstance(data, list) and data and is_tensor_collection(data[0]):
-            data = [without_stamps(item) for item in data]
         index = write(without_stamps(data))
         table = self.table
         if table is not None and table._share_at_first_write:
             table.share_records()
+        if self._storage._compilable and isinstance(index, torch.Tensor):
+            # TorchRL keeps a view of it as the last cursor, and writes the next one into that.
+            index = index.clone()
         return index
 
     def _label(self, data: Any, index: Any) -> None:
@@ -296,6 +324,22 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
             data.set(GENERATION_KEY, expand_as_right(row_generations(table, slots), data))
 
 
+def give_default_priority(
+    storage: Storage, slots: torch.Tensor, entities: list[Any] | None = None
+) -> None:
+    """Gives the records at ``slots`` the default priority in every buffer on the storage.
+
+    Args:
+        storage (Storage): the storage.
+        slots (torch.Tensor): int64 ``[slots]``; those past the length have no record and no leaf.
+        entities (list, optional): the buffers to do it in. Defaults to all that are attached.
+    """
+    slots = slots[slots < len(storage)]
+    if slots.numel():
+        for entity in storage._attached_entities if entities is None else entities:
+            entity.mark_update(slots)
+
+
 def last_rows(index: torch.Tensor) -> torch.Tensor:
     """Returns which rows of ``index`` (``[N]``) no later row repeats: bool ``[N]``."""
     slots, which = torch.unique(index, return_inverse=True)
@@ -334,6 +378,8 @@ def _rows(data: Any, part: slice) -> Any:
 
 def without_stamps(data: Any) -> Any:
     """Returns ``data`` less the stamps that it carries if it is a sample: no part of a record."""
-    if isinstance(data, TensorDictBase) and GENERATION_KEY in data.keys():  # noqa: SIM118
-        return data.exclude(GENERATION_KEY)
+    if isinstance(data, TensorDictBase):
+        return data.exclude(GENERATION_KEY) if GENERATION_KEY in data.keys() else data  # noqa: SIM118
+    if isinstance(data, list) and data and isinstance(data[0], TensorDictBase):
+        return [without_stamps(item) for item in data]
     return data
