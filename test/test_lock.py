@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
+import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import threading
 
 import pytest
@@ -11,6 +16,7 @@ import torch
 from common import Thread, buffer
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.generations import ReplayBuffer, SlotGenerations
+from torchrl.data.replay_buffers.generations import lock as lock_module
 from torchrl.data.replay_buffers.generations.lock import StorageLock
 
 
@@ -96,7 +102,8 @@ def test_a_forked_child_is_refused_at_its_first_use():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_child_forked_while_the_lock_is_held_ends_normally():
+def test_a_child_forked_while_the_lock_is_held_ends_normally(monkeypatch):
+    monkeypatch.setattr(lock_module, "FORK_PATIENCE", 0.2)
     lock = StorageLock()
     held, done = threading.Event(), threading.Event()
 
@@ -118,3 +125,169 @@ def test_a_child_forked_while_the_lock_is_held_ends_normally():
 def _must_be_refused(lock):
     with pytest.raises(RuntimeError, match="forked process"):
         lock.acquire(timeout=5)
+
+
+# ------------------------------------------------------------------ the process half
+
+HALVES = ["file", "semaphore"]
+
+
+@pytest.fixture(params=HALVES)
+def engaged(request, monkeypatch):
+    """A lock whose process half has joined; ``semaphore`` is that of a platform without fcntl."""
+    if request.param == "semaphore":
+        monkeypatch.setattr(lock_module, "fcntl", None)
+        monkeypatch.setattr(lock_module, "HOLDER_PATIENCE", 0.05)
+    lock = StorageLock()
+    lock.engage()
+    return lock
+
+
+@contextlib.contextmanager
+def forked(target, *args):
+    process = multiprocessing.get_context("fork").Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join(20)
+
+
+def hold_until_told(lock, pipe):
+    with lock, lock:
+        pipe.send("held")
+        pipe.recv()
+    pipe.send("released")
+    pipe.recv()
+
+
+def test_a_process_that_holds_it_keeps_the_others_out(engaged):
+    ours, theirs = multiprocessing.Pipe()
+    with forked(hold_until_told, engaged, theirs):
+        assert ours.poll(20)
+        assert ours.recv() == "held"
+        assert engaged.acquire(block=False) is False
+        assert engaged.acquire(timeout=0.05) is False
+        waiting = Thread(lambda: (engaged.acquire(), engaged.release())[0])
+        ours.send("release it")
+        assert ours.recv() == "released"
+        assert waiting.join() is True
+        with engaged, engaged:
+            pass
+
+
+def test_it_counts_right_with_two_processes_and_two_threads_each(engaged):
+    total = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def count():
+        for _ in range(500):
+            with engaged:
+                before = int(total[0])
+                with engaged:
+                    total[0] = before + 1
+
+    def two_threads():
+        for thread in [threading.Thread(target=count) for _ in range(2)]:
+            thread.start()
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+
+    with forked(two_threads) as process:
+        threads = [Thread(count), Thread(count)]
+        for thread in threads:
+            thread.join(60)
+        process.join(60)
+        assert process.exitcode == 0
+    assert int(total[0]) == 2000
+
+
+def test_a_holder_that_is_killed_lets_go_or_is_named(engaged):
+    ours, theirs = multiprocessing.Pipe()
+    with forked(hold_until_told, engaged, theirs) as process:
+        assert ours.recv() == "held"
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(20)
+    if isinstance(engaged._process, lock_module.FileHalf):
+        assert engaged.acquire(timeout=1)
+        engaged.release()
+    else:
+        with pytest.raises(
+            RuntimeError, match=f"Process {process.pid} died while it held the lock"
+        ):
+            engaged.acquire()
+        assert engaged._depth == 0
+        assert Thread(lambda: engaged._thread.acquire(False)).join() is True  # and no hold is left
+
+
+def test_a_deadlock_that_only_the_kernel_sees_is_tried_again(monkeypatch):
+    lock = StorageLock()
+    lock.engage()
+    real, seen = fcntl.lockf, []
+
+    def suspicious(fd, operation, *args):
+        if operation & fcntl.LOCK_EX and len(seen) < 3:
+            seen.append(operation)
+            raise OSError(errno.EDEADLK, "Resource deadlock avoided")
+        return real(fd, operation, *args)
+
+    monkeypatch.setattr(fcntl, "lockf", suspicious)
+    assert lock.acquire()
+    lock.release()
+    assert len(seen) == 3
+
+
+def test_another_failure_of_the_kernel_is_no_hold(monkeypatch):
+    lock = StorageLock()
+    lock.engage()
+
+    def broken(fd, operation, *args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", broken)
+    with pytest.raises(OSError, match="No locks"):
+        lock.acquire()
+    monkeypatch.undo()
+    assert Thread(lambda: (lock.acquire(timeout=1), lock.release())[0]).join() is True
+
+
+def try_when_told(lock, pipe):
+    pipe.recv()
+    pipe.send(lock.acquire(timeout=0.1))
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_lock_that_arrives_again_is_the_one_that_is_here(held):
+    lock = StorageLock()
+    lock.engage()
+    ours, theirs = multiprocessing.Pipe()
+    with forked(try_when_told, lock, theirs):
+        second = lock_module.FileHalf(os.dup(lock._process._fd))
+        if held:
+            lock.acquire()
+        assert lock_module._arrive(lock.order, second) is lock
+        assert second.close.alive is held  # closing it would drop a lock that is held
+        ours.send("try")
+        assert ours.poll(20)
+        assert ours.recv() is not held
+
+
+def test_no_descriptor_stays_open_when_locks_go():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(50):
+        StorageLock().engage()
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_its_private_names_are_there():
+    """A new Python that drops one must fail here first."""
+    lock = threading.RLock()
+    assert lock._is_owned() is False
+    with lock:
+        assert lock._is_owned() is True

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -192,6 +196,28 @@ class TestEveryWayToShare:
 def test_the_same_processes_put_priorities_on_other_records_with_update_priority(method):
     counts = run_writers(method, LazyMemmapStorage, True, 1, seconds=1, conditional=False)
     assert counts["misapplied"] > 0
+
+
+@pytest.mark.parametrize("storage", ["memmap populated", "tensor shared_init"])
+@pytest.mark.parametrize("method", METHODS)
+class TestTorchRLsCollectors:
+    def check(self, method, storage, seconds):
+        script = Path(__file__).with_name("collect_and_learn.py")
+        command = [sys.executable, "-W", "ignore", script, method, *storage.split(), str(seconds)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100 + seconds)
+        assert done.returncode == 0, done.stderr
+        counts = json.loads(done.stdout.splitlines()[-1])
+        assert counts["applied"] > 0
+        assert counts["stale"] > 0
+        assert counts["misapplied"] == 0
+        assert counts["falsely_stale"] == 0
+
+    def test_two_collector_processes(self, method, storage):
+        self.check(method, storage, seconds=1)
+
+    @pytest.mark.stress
+    def test_two_collector_processes_for_long(self, method, storage):
+        self.check(method, storage, seconds=10)
 
 
 # ------------------------------------------------------------------ a dead process stops nobody

@@ -1,0 +1,100 @@
+"""Four writer processes and an asynchronous learner, ours against stock with ``shared=True``.
+
+The two sides take turns, a second each, and medians are compared: learner steps (a sample and its
+update) per second, ours conditional, stock raw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import statistics
+import time
+
+import torch
+import torchrl.data
+from tensordict import TensorDict
+from torchrl.data import LazyMemmapStorage
+from torchrl.data.replay_buffers import generations
+
+CAPACITY = 10_000
+WRITERS = 4
+ROUNDS = 9
+
+
+def records(rows: int) -> TensorDict:
+    return TensorDict({"obs": torch.rand(rows, 8), "reward": torch.rand(rows)}, [rows])
+
+
+def write(rb, go, stop) -> None:
+    torch.set_num_threads(1)
+    data = records(32)
+    while not stop.is_set():
+        if go.wait(0.1):
+            rb.extend(data)
+            time.sleep(0.002)  # the environment's own work
+
+
+@contextlib.contextmanager
+def writers(rb):
+    """Starts the writer processes; yields the event that lets them write."""
+    context = multiprocessing.get_context("spawn")
+    go, stop = context.Event(), context.Event()
+    processes = [context.Process(target=write, args=(rb, go, stop)) for _ in range(WRITERS)]
+    for process in processes:
+        process.start()
+    try:
+        yield go
+    finally:
+        stop.set()
+        for process in processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def learner_steps(rb, conditional: bool, seconds: float) -> float:
+    """Learner steps per second."""
+    steps, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        sample = rb.sample()
+        priority = torch.rand(256) + 0.1
+        if conditional:
+            rb.update_priority_if_present(
+                index=sample["index"], generation=sample["index_generation"], priority=priority
+            )
+        else:
+            rb.update_priority(sample["index"], priority)
+        steps += 1
+    return steps / (time.perf_counter() - begun)
+
+
+def test_learner_steps_with_four_writer_processes(record_ratio):
+    torch.set_num_threads(1)
+    sides = []
+    with contextlib.ExitStack() as running:
+        for module, kwargs in (
+            (generations, {"track_generations": True}),
+            (torchrl.data, {}),
+            (torchrl.data, {}),
+        ):
+            rb = module.TensorDictPrioritizedReplayBuffer(
+                alpha=0.6,
+                beta=0.4,
+                storage=LazyMemmapStorage(CAPACITY),
+                batch_size=256,
+                sync=False,
+                shared=True,
+                **kwargs,
+            )
+            rb.extend(records(CAPACITY))
+            sides.append((rb, running.enter_context(writers(rb)), bool(kwargs), []))
+        time.sleep(15)  # until the last writer has imported torch
+        for round_ in range(ROUNDS + 1):
+            for rb, go, conditional, rates in sides:
+                go.set()
+                rate = learner_steps(rb, conditional, seconds=1)
+                go.clear()
+                if round_:
+                    rates.append(rate)
+    record_ratio(*(1 / statistics.median(rates) for _, _, _, rates in sides))
