@@ -806,3 +806,63 @@ def test_an_asynchronous_learner_keeps_what_it_wrote_and_resets_what_was_overwri
     update(rb, 1, int(stamps(rb)[1]), 9.0)
     rb.sample()
     assert leaves(rb)[:2] == [1, 9]
+
+
+def test_a_learner_that_trusts_the_ring_log_sees_what_one_that_compares_every_slot_sees(
+    monkeypatch,
+):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(high):
+        return int(torch.randint(high, (), generator=generator))
+
+    storage = LazyTensorStorage(32)
+    trusting, thorough = (td_buffer(0, storage=storage, sync=False, batch_size=4) for _ in range(2))
+    looks = []
+    for step in range(400):
+        kind = draw(12)
+        if kind < 6:
+            trusting.extend(ids(range(draw(40) + 1)))
+        elif kind == 6:
+            thorough.extend(ids(range(draw(5) + 1)))  # another cursor
+        elif kind == 7 and len(storage):
+            slot = draw(len(storage))
+            trusting[slot] = ids([1])[0]
+        elif kind == 8:
+            trusting.writer.write_at(torch.tensor([draw(32)]), ids([1]))
+        elif kind == 9 and step % 7 == 0:
+            trusting.empty(empty_write_count=False)
+            thorough._prioritized_sampler._empty()
+            thorough._seen = None
+        elif kind == 10 and len(storage):
+            trusting.set_at_("id", torch.tensor([5]), torch.tensor([0]))
+        elif len(storage):
+            index = torch.randint(len(storage), (4,), generator=generator)
+            priority = torch.rand(4, generator=generator) + 0.5
+            for rb in (trusting, thorough):
+                rb.update_priority_if_present(**handles(rb, index), priority=priority)
+        if draw(2) and len(storage):
+            log = storage._generation_table.ring_log
+            ranges = log.ranges_since(*trusting._seen_until, storage._mutation_revision)
+            looks.append(ranges is not None)
+            trusting._catch_up()
+            with monkeypatch.context() as patch:
+                patch.setattr(type(log), "ranges_since", lambda *_: None)
+                thorough._catch_up()
+            assert leaves(trusting)[: len(storage)] == leaves(thorough)[: len(storage)]
+            assert torch.equal(trusting._seen[: len(storage)], stamps(trusting)[: len(storage)])
+    assert looks.count(True) > 50
+    assert looks.count(False) > 20
+
+
+def test_two_to_the_31_writes_are_no_limit_for_counts_and_learners():
+    rb = td_buffer(sync=False, batch_size=8)
+    rb.sample()
+    held = handles(rb)
+    update(rb, **held, priority=torch.arange(1.0, 9.0))
+    rb.writer._write_count = 2**31 - 2
+    rb.extend(ids(range(3)))
+    assert rb.write_count == 2**31 + 1
+    rb.sample()
+    assert leaves(rb) == [8, 8, 8, 4, 5, 6, 7, 8]
+    assert update(rb, **held, priority=50.0).num_stale == 3

@@ -32,6 +32,7 @@ from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
 
 from .checks import checked_handles, checked_priority
 from .result import PriorityUpdateResult
+from .ring_log import ENTRIES
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations, integer_tensor
 from .writers import (
     GENERATION_KEY,
@@ -93,6 +94,8 @@ class ConditionalPriorityUpdates(_Buffer):
     _generator_argument: torch.Generator | None = None
     # The stamps that an asynchronous learner's tree has seen. Guarded by the table's lock.
     _seen: torch.Tensor | None = None
+    # The end of the ring log and the storage's revision when it looked last.
+    _seen_until: tuple[int, int] = (0, 0)
 
     def __init__(
         self,
@@ -524,18 +527,32 @@ class ConditionalPriorityUpdates(_Buffer):
         sampler = self._learner_sampler
         if table is None or sampler is None:
             return
-        stamps = table.stamps
-        length = len(self._storage)
-        if self._seen is None:
-            self._seen = torch.empty_like(stamps[:0])
-        known = self._seen.numel()
-        if known < stamps.numel():
-            self._seen.resize_(stamps.numel())
-            self._seen[known:] = -1
-        new = (stamps[:length] != self._seen[:length]).nonzero().reshape(-1)
-        if new.numel():
-            sampler.mark_update(new, storage=self._storage)
-            self._seen[new] = stamps[new]
+        stamps, length, revision = (
+            table.stamps,
+            len(self._storage),
+            self._storage._mutation_revision,
+        )
+        known = 0 if self._seen is None else self._seen.numel()
+        ranges = None
+        if self._seen is None or known < stamps.numel():
+            seen = torch.full_like(stamps, -1)
+            if self._seen is not None:
+                seen[:known] = self._seen
+            self._seen = seen
+        else:
+            ranges = table.ring_log.ranges_since(*self._seen_until, revision)
+        if ranges is None or sum(count for _, count in ranges) > length // 2:
+            ranges = [(0, length)]
+        self._seen_until = (table.ring_log.end, revision)
+        capacity = self._storage.max_size
+        for start, count in ranges:
+            over = start + count - capacity
+            for begin, end in ((start, min(start + count, length)), (0, over)):
+                if begin < end:
+                    new = (stamps[begin:end] != self._seen[begin:end]).nonzero()[:, 0] + begin
+                    if new.numel():
+                        sampler.mark_update(new, storage=self._storage)
+                        self._seen[new] = stamps[new]
 
     def _catch_up_prioritized_sampler(self) -> None:
         if self._table is None:
@@ -649,6 +666,7 @@ class ConditionalPriorityUpdates(_Buffer):
         else:
             sampler.load_state_dict(state["sampler"])
             self._seen = state["seen"].clone()
+            self._seen_until = (-ENTRIES - 1, 0)  # compares every slot next
 
     def _check_saved_tree(self, state: dict[str, Any]) -> None:
         """A tree of another size would be written past its end."""

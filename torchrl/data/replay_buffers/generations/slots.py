@@ -47,6 +47,7 @@ from torchrl.data.replay_buffers import (
 from .cells import Cell, Cells
 from .first_write import FirstWrite, install_first_write
 from .lock import StorageLock
+from .ring_log import RingLog
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.
@@ -171,7 +172,8 @@ class SlotGenerations:
         self.num_advances: int = 0
         self._storage = storage
         self._cells = Cells([0] * _NUM_CELLS)
-        self._all_cells = [self._cells]
+        self.ring_log = RingLog()
+        self._all_cells = [self._cells, self.ring_log.cells]
         self.lineage = uuid4().hex
         self._share_at_first_write = False
         # Of the last restore: the slots whose records had run on since the state was taken (None:
@@ -354,7 +356,7 @@ class SlotGenerations:
             if self.base:
                 stamps[slots] = stamps[slots].clamp_(min=self.base - 1)
             stamps.index_add_(0, slots, torch.ones_like(slots))
-            self.num_advances += 1
+            self._note_unknown()
 
     def advance_ring(self, start: int, count: int) -> None:
         """Advances ``count`` consecutive writes of a ring whose cursor stands at ``start``.
@@ -381,7 +383,11 @@ class SlotGenerations:
             stamps = self.stamps
             advanced = stamps.clamp(min=self.base - 1).add_(1)
             torch.where(stamps >= 0, advanced, stamps, out=stamps)
-            self.num_advances += 1
+            self._note_unknown()
+
+    def _note_unknown(self) -> None:
+        self.num_advances += 1
+        self.ring_log.append_unknown()
 
     def retire(self) -> None:
         """Makes every handle stale that was ever taken, here or from another table.
@@ -393,7 +399,7 @@ class SlotGenerations:
             self.base = self._new_base(stamps)
             stamps.masked_fill_(stamps >= 0, self.base)
             self._restored = None
-            self.num_advances += 1
+            self._note_unknown()
 
     def adopt(self, buffer: ReplayBuffer) -> None:
         """Gives a TorchRL buffer on this storage the table's lock.
@@ -465,7 +471,7 @@ class SlotGenerations:
             records = self._stamps_up_to(len(self._storage))[: len(self._storage)]
             records.masked_fill_(records < 0, 0 if never_written else self.base)
             self._restored = stamps.clone()
-            self.num_advances += 1
+            self._note_unknown()
 
     def _fitting(self, saved: torch.Tensor | None) -> torch.Tensor | None:
         """Saved stamps in this table's size and on its device, which grows where it may."""
@@ -654,7 +660,7 @@ class SlotGenerations:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if get_spawning_popen() is None:  # a copy
-            state["_all_cells"] = [self._cells]
+            state["_all_cells"] = [self._cells, self.ring_log.cells]
             state["_copied"] = True
         else:  # the same table in another process
             with self.lock:

@@ -174,6 +174,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             storage._len = 0
             self._cursor = 0
         start, length, capacity = self._cursor, len(storage), storage.max_size
+        revision = storage._mutation_revision
         table.advance_ring(start, rows)
         try:
             yield start
@@ -181,6 +182,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             slots = (torch.arange(min(rows, capacity)) + start) % capacity
             give_default_priority(storage, slots)
             raise
+        table.ring_log.append(start, rows, revision, storage._mutation_revision)
         if len(storage) > length and not (start <= length and start + rows >= len(storage)):
             self._fill_gap(table, length, (torch.arange(min(rows, capacity)) + start) % capacity)
 
