@@ -15,25 +15,24 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import TensorDictBase, is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     PrioritizedSampler,
     Sampler,
     Storage,
-    TensorStorage,
     Writer,
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
 
 from .checks import checked_handles, checked_priority
+from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
-from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations, integer_tensor
+from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -323,7 +322,7 @@ class ConditionalPriorityUpdates(_Buffer):
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
-        if self._table is None or _names_field(index):
+        if self._table is None or names_field(index):
             super().__setitem__(index, value)
             return
         if isinstance(index, tuple) and len(index) == 1:
@@ -331,7 +330,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._replay_lock:
             table = self._table
             with table.lock:
-                slots = _slots_written(index, value, self._storage)
+                slots = slots_written(index, value, self._storage)
                 table.advance(slots)
                 try:
                     super().__setitem__(index, without_stamps(value))
@@ -983,47 +982,3 @@ def _stamps_late(writer: Writer) -> bool:
     return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
         writer, RoundRobinWriter
     )
-
-
-def _names_field(index: Any) -> bool:
-    """Whether ``rb[index] = ...`` patches a field of all records instead of writing records."""
-    return isinstance(index, str) or (isinstance(index, tuple) and bool(unravel_key(index)))
-
-
-def _slots_written(index: Any, value: Any, storage: Storage) -> torch.Tensor:
-    """Returns the slots that ``rb[index] = value`` writes: int64 ``[slots]``.
-
-    A tuple addresses parts of the records in the slots that its first item names.
-    """
-    capacity = storage.max_size
-    is_tensor = isinstance(storage, TensorStorage)
-    extent = capacity if is_tensor else len(storage)
-    if isinstance(index, tuple):
-        index = index[0]
-    if is_tensor and (index is None or index is True or index is Ellipsis):
-        index = slice(None)
-    if isinstance(index, slice):
-        slots = torch.from_numpy(np.arange(*index.indices(extent)))
-        return slots if is_tensor else _list_slots(index, len(value), slots, extent)
-    if is_tensor and isinstance(index, (torch.Tensor, np.ndarray, list)):
-        mask = torch.as_tensor(index)
-        if mask.dtype is torch.bool:
-            return mask.nonzero()[:, 0]
-    slots = integer_tensor(index, "rb[index]: index").reshape(-1)
-    slots = torch.where(slots < 0, slots + extent, slots)
-    if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= capacity):
-        raise IndexError(f"rb[index] needs slots below {capacity}: got {index!r}.")
-    return slots
-
-
-def _list_slots(index: slice, rows: int, slots: torch.Tensor, length: int) -> torch.Tensor:
-    """The slots that a slice of a list takes: it may grow at its end, not in the middle."""
-    start, stop, step = index.indices(length)
-    if step == 1 and max(start, stop) == length:
-        return torch.arange(start, start + rows)
-    if rows != slots.numel():
-        raise ValueError(
-            f"rb[{index}] needs one record per slot, {slots.numel()} of them: got {rows}. A list "
-            "would shift the records behind them into other slots."
-        )
-    return slots

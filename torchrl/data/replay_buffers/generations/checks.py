@@ -8,7 +8,7 @@ import torch
 from torchrl.data.replay_buffers import PrioritizedSampler
 from torchrl.data.replay_buffers.utils import _reduce
 
-from .slots import integer_tensor, native_array, slot_index
+from .index import integer_tensor, native_array, slot_index
 
 
 def checked_handles(

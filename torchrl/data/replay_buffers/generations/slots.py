@@ -22,32 +22,15 @@ tensor([False,  True])
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
-from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import numpy as np
 import torch
-from tensordict import MemoryMappedTensor, is_tensor_collection
-from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import (
-    ListStorage,
-    PrioritizedSampler,
-    ReplayBuffer,
-    RoundRobinWriter,
-    Storage,
-    TensorStorage,
-    Writer,
-)
+from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, Storage, TensorStorage
 
-from .cells import Cell, Cells
-from .first_write import FirstWrite, install_first_write
-from .lock import StorageLock
-from .ring_log import RingLog
+from .index import integer_tensor, slot_index
+from .sharing import SharedState
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.
@@ -63,95 +46,10 @@ SMALLEST_TABLE = 1024
 # history would have to write a slot about 2**48 times to meet; 2**14 restores fit into an int64.
 BASE_BITS = 48
 
-# Positions of a table's cells, and the names of TorchRL's values that they take the place of.
-BASE, LINEAGE, LENGTH = 0, 1, 3
-_STORAGE_VALUES = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
-_WRITER_VALUES = ("_cursor_value", "_write_count_value")
-_NUM_CELLS = LENGTH + len(_STORAGE_VALUES)
-
-_INTEGERS = (
-    *(torch.int64, torch.int32, torch.int16, torch.int8),
-    *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
-)
-SHARED_MEMORY = "/dev/shm"
 _attaching = threading.Lock()
 
 
-def integer_tensor(value: Any, name: str) -> torch.Tensor:
-    """Returns ``value`` as an int64 tensor of the same shape, on its own device.
-
-    Args:
-        value: int, sequence of ints, NumPy array or tensor of an integer dtype. An empty one counts
-            as integer whatever its dtype.
-        name (str): what the value is called in an error, such as ``"advance(): index"``.
-
-    Raises:
-        TypeError: for booleans, floats and anything else that is no integer.
-        ValueError: for an integer that does not fit into an int64.
-    """
-    if isinstance(value, torch.Tensor):
-        tensor = value
-    else:
-        if _holds_bool(value):
-            raise TypeError(f"{name} must be integer: got a bool in {value!r}.")
-        try:
-            tensor = torch.as_tensor(native_array(value))
-        except OverflowError as err:
-            raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
-        except (TypeError, ValueError, RuntimeError) as err:
-            if "verflow" in str(err):
-                raise ValueError(f"{name} must fit into an int64: got {value!r}.") from err
-            raise TypeError(f"{name} must be integer: got {value!r}.") from err
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor: got layout {tensor.layout}.")
-    if tensor.dtype is torch.int64:
-        return tensor
-    if tensor.dtype in _INTEGERS or (tensor.numel() == 0 and tensor.dtype is not torch.bool):
-        return tensor.to(torch.int64)
-    raise TypeError(f"{name} must be integer: got dtype {tensor.dtype}.")
-
-
-def native_array(value: Any) -> Any:
-    """A copy of an array that torch takes; anything else as it is.
-
-    Torch refuses negative strides and foreign byte orders, and warns about read-only memory.
-    """
-    if isinstance(value, np.ndarray):
-        return value.astype(value.dtype.newbyteorder("="))
-    return value
-
-
-def _holds_bool(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_bool, value))
-    return isinstance(value, (bool, np.bool_))
-
-
-def slot_index(index: Any, name: str) -> torch.Tensor:
-    """Returns the dim-0 slots that ``index`` names, as an int64 tensor.
-
-    Args:
-        index: whatever :func:`integer_tensor` takes, or the tuple of per-dimension tensors that a
-            sampler returns, here of length 1.
-        name (str): see :func:`integer_tensor`.
-
-    Raises:
-        TypeError: see :func:`integer_tensor`.
-        ValueError: for a tuple that names more dimensions than the storage has.
-    """
-    if isinstance(index, tuple) and any(
-        isinstance(part, (torch.Tensor, np.ndarray)) and part.ndim for part in index
-    ):
-        if len(index) != 1:
-            raise ValueError(
-                f"{name} must hold one tensor per storage dimension: got a tuple of {len(index)} "
-                "for a one-dimensional storage."
-            )
-        index = index[0]
-    return integer_tensor(index, name)
-
-
-class SlotGenerations:
+class SlotGenerations(SharedState):
     """The generation counters of one storage, with the lock that guards them.
 
     Do not build it; :meth:`attach` makes or returns the one table of a storage. It owns
@@ -167,15 +65,8 @@ class SlotGenerations:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self.lock = StorageLock()
-        self.lock.guard(self._share_counters, self._refusal_in_child)
+        super().__init__(storage)
         self.num_advances: int = 0
-        self._storage = storage
-        self._cells = Cells([0] * _NUM_CELLS)
-        self.ring_log = RingLog()
-        self._all_cells = [self._cells, self.ring_log.cells]
-        self.lineage = uuid4().hex
-        self._share_at_first_write = False
         # Of the last restore: the slots whose records had run on since the state was taken (None:
         # nothing tells), and the stamps as restored, to tell a TorchRL writer's advances from ours.
         self.ran_on: torch.Tensor | None = None
@@ -228,24 +119,6 @@ class SlotGenerations:
                 table = cls(storage)
                 setattr(storage, TABLE_ATTRIBUTE, table)
         return table
-
-    @property
-    def base(self) -> int:
-        """The first write of a slot after a restore or a copy lands at ``max(stamp + 1, base)``."""
-        return self._cells.view[BASE]
-
-    @base.setter
-    def base(self, base: int) -> None:
-        self._cells.view[BASE] = base
-
-    @property
-    def lineage(self) -> str:
-        """Random id of this history of writes, 32 hex digits, kept through restores and copies."""
-        return self._cells.view[LINEAGE : LINEAGE + 2].tobytes().hex()
-
-    @lineage.setter
-    def lineage(self, lineage: str) -> None:
-        self._cells.view[LINEAGE : LINEAGE + 2] = memoryview(bytes.fromhex(lineage)).cast("l")
 
     @property
     def stamps(self) -> torch.Tensor:
@@ -538,170 +411,22 @@ class SlotGenerations:
     def _grow(self, size: int) -> None:
         """Grows geometrically and in place: the tensor on the storage stays the same object."""
         had = self._stamps.numel()
-        self._stamps.resize_(min(max(size, 2 * had), self._capacity))
-        self._stamps[had:] = -1
+        for counters in (self._stamps, self._restored):
+            if counters is not None:
+                counters.resize_(min(max(size, 2 * had), self._capacity))
+                counters[had:] = -1
 
     def _bump(self, stamps: torch.Tensor, writes: int = 1) -> None:
         if self.base:
             stamps.clamp_(min=self.base - 1)
         stamps.add_(writes)
 
-    # ------------------------------------------------------------------ several processes
-
-    def install_cells(self) -> None:
-        """Puts lock-free cells in place of the semaphores of the storage and its writers."""
-        storage = self._storage
-        if not storage._compilable:
-            for position, name in enumerate(_STORAGE_VALUES, LENGTH):
-                self._replace(storage, name, self._cells, position)
-        for entity in storage._attached_entities:
-            if getattr(entity, "_writer", None) is not None:
-                self.install_writer_cells(entity._writer)
-        if getattr(storage, "shared_init", False):
-            install_first_write(storage, self.lock)
-
-    def install_writer_cells(self, writer: Writer) -> None:
-        """The same for a ring writer that writes into the storage."""
-        if isinstance(writer, RoundRobinWriter) and not writer._compilable:
-            if isinstance(writer._cursor_value, Cell) and writer._cursor_value._lock is self.lock:
-                return
-            cells = Cells([0] * len(_WRITER_VALUES))
-            if self._stamps.is_shared():
-                cells.share()
-            self._all_cells.append(cells)
-            for position, name in enumerate(_WRITER_VALUES):
-                self._replace(writer, name, cells, position)
-
-    def _replace(self, owner: Any, name: str, cells: Cells, position: int) -> None:
-        value = getattr(owner, name, None)
-        if value is not None and not (isinstance(value, Cell) and value._cells is cells):
-            cells.view[position] = value.value
-            setattr(owner, name, Cell(cells, position, self.lock))
-
-    def first_write_failed(self) -> bool:
-        """Whether the first write of a ``shared_init`` storage began and did not end."""
-        first = getattr(self._storage, "_init_event", None)
-        return isinstance(first, FirstWrite) and first.failed
-
-    def is_inside(self, folder: Path) -> bool:
-        """Whether memory-mapped records have their files in ``folder``."""
-        return isinstance(self._storage, TensorStorage) and any(
-            folder in Path(leaf._filename).resolve().parents
-            for leaf in _leaves(self._storage)
-            if isinstance(leaf, MemoryMappedTensor) and leaf._filename is not None
-        )
-
-    def share(self) -> None:
-        """Moves counters and records into shared memory, the records at the latest when written.
-
-        Raises:
-            RuntimeError: for a list or CUDA storage, a table that grows, or if the shared-memory
-                mount has too little room. Nothing has changed then.
-        """
-        with self.lock:
-            self._share_counters()
-            self._share_at_first_write = True
-            self.share_records()
-
-    def share_records(self) -> None:
-        """Moves the records into shared memory if :meth:`share` was called and there are some."""
-        storage = self._storage
-        if not self._share_at_first_write or not storage.initialized:
-            return
-        private = [leaf for leaf in _leaves(storage) if not _is_shared(leaf)]
-        if private:
-            _need_room(sum(leaf.numel() * leaf.element_size() for leaf in private), "records")
-            if is_tensor_collection(storage._storage):
-                storage._storage.share_memory_()
-            else:
-                for leaf in private:
-                    leaf.share_memory_()
-        self._share_at_first_write = False
-
-    def _share_counters(self) -> None:
-        stamps = self.stamps
-        if not isinstance(self._storage, TensorStorage):
-            reason = f"a {type(self._storage).__name__} can't be shared"
-        elif not self._fixed_size:
-            reason = f"a table of {self._capacity} slots grows and can't be shared"
-        elif stamps.device.type != "cpu":
-            reason = f"records and counters on {stamps.device} can't be shared"
-        elif self._storage._compilable:
-            reason = "a compilable storage can't be shared"
-        else:
-            if not stamps.is_shared():
-                _need_room(stamps.numel() * stamps.element_size(), "counters")
-                stamps.share_memory_()
-            for cells in self._all_cells:
-                cells.share()
-            return
-        raise RuntimeError(
-            f"share() needs a storage that several processes can use: {reason}. Use a "
-            "LazyMemmapStorage or LazyTensorStorage on the CPU."
-        )
-
-    def _refusal_in_child(self) -> str | None:
-        """Why a forked child may not use the storage; None if it may."""
-        storage = self._storage
-        if not self._stamps.is_shared():
-            return f"the counters of its {type(storage).__name__} are in private memory"
-        if not storage.initialized:
-            if not getattr(storage, "shared_init", False):
-                return "it had no records yet at the fork (write some, or use shared_init=True)"
-        elif not all(_is_shared(leaf) for leaf in _leaves(storage)):
-            return "its records are in private memory (call share() before the fork)"
-        for entity in storage._attached_entities:
-            if isinstance(getattr(entity, "_sampler", None), PrioritizedSampler):
-                return (
-                    "it would only have a copy of the priorities (build the buffer with sync=False)"
-                )
-        return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        if get_spawning_popen() is None:  # a copy
-            state["_all_cells"] = [self._cells, self.ring_log.cells]
-            state["_copied"] = True
-        else:  # the same table in another process
-            with self.lock:
-                self._share_counters()
-                self._share_at_first_write = True
-                self.share_records()
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        copied = state.pop("_copied", False)
-        self.__dict__.update(state)
-        self.lock.guard(self._share_counters, self._refusal_in_child)
-        if copied:
-            self.base = self._new_base(self._stamps)
-            self._restored = self._stamps.clone()
+    def _begin_branch(self) -> None:
+        self.base = self._new_base(self._stamps)
+        self._restored = self._stamps.clone()
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(slots={self._stamps.numel()}, "
             f"storage={type(self._storage).__name__}, lineage={self.lineage[:8]})"
         )
-
-
-def _leaves(storage: TensorStorage) -> list[torch.Tensor]:
-    records = storage._storage
-    if is_tensor_collection(records):
-        return list(records.values(include_nested=True, leaves_only=True))
-    return tree_leaves(records)
-
-
-def _is_shared(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, MemoryMappedTensor) or leaf.is_shared()
-
-
-def _need_room(size: int, what: str) -> None:
-    """Refuses what the shared-memory mount can't hold: writing past it kills the process."""
-    if os.path.isdir(SHARED_MEMORY):
-        mount = os.statvfs(SHARED_MEMORY)
-        free = mount.f_bavail * mount.f_frsize
-        if size > free:
-            raise RuntimeError(
-                f"share() needs {size} bytes in {SHARED_MEMORY} for the {what}: {free} are free. "
-                "Enlarge it, or use a LazyMemmapStorage."
-            )

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import ListStorage, Storage
 
-from .slots import TABLE_ATTRIBUTE, SlotGenerations, slot_index
+from .index import slot_index
+from .slots import TABLE_ATTRIBUTE, SlotGenerations
 
 STATE_KEYS = ("_generation", "_lineage", "_live_generation")
 
