@@ -28,7 +28,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
 
-from .checks import checked_handles, checked_priority
+from .checks import checked_handles, checked_priority, write_priority
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
@@ -432,22 +432,22 @@ class ConditionalPriorityUpdates(_Buffer):
             table, sampler = self._conditional_parts("update_priority_if_present")
             slots, taken, mask_shape, device = checked_handles(index, generation)
             rows = slots.numel()
-            priority = checked_priority(priority, rows, sampler)
+            values, leaves = checked_priority(priority, rows, sampler)
             with table.lock:
                 self._catch_up()
-                live = table.is_live(slots.to(table.stamps.device), taken.to(table.stamps.device))
-                num_live = int(live.sum())
-                if num_live:
-                    if num_live < rows:
-                        slots = slots[live.to(slots.device)]
-                        if priority.ndim:
-                            priority = priority[live.to(priority.device)]
-                    if sampler.device.type != "cpu":  # a parallel scatter has no last row
-                        last = last_rows(slots)
-                        slots = slots[last]
-                        if priority.ndim:
-                            priority = priority[last.to(priority.device)]
-                    sampler.update_priority(slots, priority, storage=self._storage)
+                live = table.is_live(slots, taken)
+                kept = live
+                if values.device.type != "cpu":  # a parallel scatter has no last row
+                    kept = kept.clone()
+                    kept[live] = last_rows(slots[live])
+                num_kept = int(kept.count_nonzero())
+                if num_kept:
+                    if num_kept < rows:
+                        slots = slots[kept]
+                        if values.ndim:
+                            kept = kept.to(values.device)
+                            values, leaves = values[kept], leaves[kept]
+                    write_priority(sampler, slots, values, leaves, self._storage)
         return PriorityUpdateResult(updated_mask=live.reshape(mask_shape).to(device))
 
     @_maybe_delay_init

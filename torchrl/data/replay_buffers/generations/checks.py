@@ -1,11 +1,11 @@
-"""What a conditional update accepts: handles and priorities, checked before anything changes."""
+"""What a conditional update takes: handles and priorities, checked before anything changes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torchrl.data.replay_buffers import PrioritizedSampler
+from torchrl.data.replay_buffers import PrioritizedSampler, Storage
 from torchrl.data.replay_buffers.utils import _reduce
 
 from .index import integer_tensor, native_array, slot_index
@@ -42,40 +42,81 @@ def _first_of_row(values: torch.Tensor, name: str) -> torch.Tensor:
     return rows[:, 0]
 
 
-def checked_priority(priority: Any, rows: int, sampler: PrioritizedSampler) -> torch.Tensor:
-    """Returns the priorities in the sampler's dtype and on its device: ``[N]``, or ``[]`` for all.
+def checked_priority(
+    priority: Any, rows: int, sampler: PrioritizedSampler
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns priorities and leaves in the sampler's dtype and on its device.
 
     A leaf of the tree is ``(p + eps) ** alpha``; every sum of leaves must stay a finite number.
+
+    Args:
+        priority: one number per record, or one for all.
+        rows (int): how many records.
+        sampler (PrioritizedSampler): the sampler that will hold them.
+
+    Returns:
+        Both ``[rows]``, or ``[]`` where one priority was given for all.
     """
     given = _numbers(priority)
     values = given.detach().to(device=sampler.device, dtype=sampler.dtype)
     if values.numel() == 1:
         values = values.reshape(())
     elif values.ndim and values.shape[0] == rows:
-        values = values.reshape(rows, values[0].numel() if rows else 1)
-        if values.shape[1] == 1:
-            values = values[:, 0]
-        else:
-            _refuse_first(given, values, values.isfinite().all(1), "finite")
-            values = _reduce(values, sampler.reduction, dim=1)
+        if values.ndim > 1:
+            values = values.reshape(rows, values[0].numel() if rows else 1)
+            _refuse_first(given, values.isfinite().all(1), "finite")
+            values = _reduce(values, sampler.reduction, dim=1) if rows else values[:, 0]
     else:
         raise ValueError(
             "update_priority_if_present() needs one priority per record, or one for all: got "
             f"priority of shape {tuple(given.shape)} for {rows} records."
         )
-    if not values.numel():
-        return values
-    # The weight grows with the priority, so the bounds of all rows are those of two. NaN gives NaN.
-    largest = torch.finfo(sampler.dtype).max / sampler.max_size
-    low, high = torch.aminmax(values)
-    weights = torch.stack((low, high)).add_(sampler._eps).pow_(sampler._alpha)
-    low_weight, high_weight = weights.tolist()
-    if not (float(low) >= 0 and low_weight > 0 and high_weight <= largest and high < torch.inf):
-        weights = (values + sampler._eps).pow(sampler._alpha)
-        fits = (values >= 0) & (weights > 0) & (weights <= largest) & values.isfinite()
-        rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
-        _refuse_first(given, values, fits, rule)
-    return values
+    leaves = (values + sampler._eps).pow(sampler._alpha)
+    if values.numel():
+        largest = torch.finfo(sampler.dtype).max / sampler.max_size
+        lowest, highest = map(float, torch.aminmax(values))
+        low_leaf, high_leaf = map(float, torch.aminmax(leaves))
+        # Any NaN gives NaN, for which no comparison holds.
+        if not (lowest >= 0 and highest < torch.inf and low_leaf > 0 and high_leaf <= largest):
+            fits = (values >= 0) & values.isfinite() & (leaves > 0) & (leaves <= largest)
+            rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
+            _refuse_first(given, fits, rule)
+    return values, leaves
+
+
+def write_priority(
+    sampler: PrioritizedSampler,
+    slots: torch.Tensor,
+    priority: torch.Tensor,
+    leaves: torch.Tensor,
+    storage: Storage,
+) -> None:
+    """Writes priorities and leaves that :func:`checked_priority` returned into the tree.
+
+    What ``sampler.update_priority`` does, less the checks that are done; where a sampler does
+    something of its own there, it is called.
+
+    Args:
+        sampler (PrioritizedSampler): the sampler.
+        slots (torch.Tensor): int64 ``[rows]``, each below the capacity of the tree.
+        priority (torch.Tensor): ``[rows]`` or ``[]``.
+        leaves (torch.Tensor): the same shape.
+        storage (Storage): the storage of the slots.
+    """
+    method = getattr(sampler.update_priority, "__func__", None)
+    if (
+        method is not PrioritizedSampler.update_priority
+        or sampler._max_priority_within_buffer
+        or leaves.device.type != "cpu"
+    ):
+        sampler.update_priority(slots, priority, storage=storage)
+        return
+    sampler._sum_tree[slots] = leaves
+    sampler._min_tree[slots] = leaves
+    top, row = priority.max(dim=0)
+    known = sampler._max_priority[0]
+    if known is None or top > known:
+        sampler._max_priority = (top, slots[row])
 
 
 def _numbers(priority: Any) -> torch.Tensor:
@@ -92,7 +133,7 @@ def _numbers(priority: Any) -> torch.Tensor:
     return given
 
 
-def _refuse_first(given: torch.Tensor, values: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
+def _refuse_first(given: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
     """Raises for the first row that does not fit, with the value that came."""
     if bool(fits.all()):
         return
