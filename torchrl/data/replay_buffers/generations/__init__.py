@@ -6,7 +6,8 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 ``update_priority_if_present`` writes only where they still agree, and says where that was.
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
-compares it. ``lock.py`` is the lock that makes both atomic, ``result.py`` what an update reports.
+compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
+validates an update, and ``result.py`` is what it reports.
 """
 
 from __future__ import annotations
