@@ -123,7 +123,7 @@ def test_a_tree_of_another_size_is_refused_before_anything_changed():
     rb = buffer(0, storage=ListStorage(8))
     rb.extend(list(torch.arange(8)))
     held = handles(rb)
-    with pytest.raises(ValueError, match="priority tree holds 4 slots: this buffer's holds 8"):
+    with pytest.raises(ValueError, match="has stamps for 4 slots: this buffer has 8"):
         rb.load_state_dict(small.state_dict())
     assert rb._table.is_live(**held).all()
     assert len(rb) == 8

@@ -28,10 +28,18 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
 
-from .checks import checked_handles, checked_priority, write_priority
+from . import dumps
+from .checks import (
+    check_dump_fits,
+    check_fits,
+    checked_handles,
+    checked_priority,
+    write_priority,
+)
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
+from .sharing import copied_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .writers import (
     GENERATION_KEY,
@@ -591,7 +599,7 @@ class ConditionalPriorityUpdates(_Buffer):
             super().load_state_dict(state_dict)
             return
         learner = state_dict.get("_learner")
-        self._check_saved_tree((learner or state_dict)["sampler" if learner else "_sampler"])
+        check_fits(self._storage, self._priority_sampler, state_dict)
         with self._restoring(table):
             super().load_state_dict(state_dict)
             self._load_learner_state(learner)
@@ -600,34 +608,56 @@ class ConditionalPriorityUpdates(_Buffer):
     def dumps(self, path: str | Path) -> None:
         """Saves records, priorities, stamps and lineage into the folder ``path``.
 
-        A memory-mapped storage whose files are in that folder runs on there: its handles from
-        before are stale when it is loaded.
+        An earlier dump there can be loaded until this one is complete, also if the process is
+        killed; other files there stay. A memory-mapped storage whose own files are in that folder
+        is exempt: it runs on there, and its handles from before are stale when it is loaded.
         """
         table = self._table
         if table is None:
             super().dumps(path)
             return
         path = Path(path).absolute()
-        with self._settled(table):
-            super().dumps(path)
-            ours = {"learner": self._learner_state(), "in_place": table.is_inside(path)}
-            torch.save(ours, path / STATE_FILE)
+        in_place = table.is_inside(path)
+        with self._settled(table), contextlib.ExitStack() as replaced:
+            folder = path if in_place else replaced.enter_context(dumps.replacing(path))
+            (folder / dumps.MANIFEST).unlink(missing_ok=True)
+            super().dumps(folder)
+            torch.save(
+                {"learner": self._learner_state(), "in_place": in_place}, folder / STATE_FILE
+            )
+            if in_place:
+                dumps.write_manifest(folder)
 
     @_maybe_delay_init
     def loads(self, path: str | Path) -> None:
-        """Restores what :meth:`dumps` saved; see :meth:`load_state_dict`."""
+        """Restores what :meth:`dumps` saved; see :meth:`load_state_dict`.
+
+        Raises:
+            FileNotFoundError: if there is no whole dump in ``path``.
+            RuntimeError: if a file of it is missing or truncated.
+            ValueError: if it is of another capacity. In each case nothing has changed.
+        """
         table = self._table
         if table is None:
             super().loads(path)
             return
-        file = Path(path).absolute() / STATE_FILE
+        path = Path(path).absolute()
+        dumps.finish(path)
+        dumps.check(path)
+        check_dump_fits(self._storage, self._sampler, path)
+        file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
+        if isinstance(self._sampler, PrioritizedSampler):
+            self._sampler._max_priority = None  # else TorchRL casts the saved one to its dtype
         with self._restoring(table):
             super().loads(path)
             self._load_learner_state(ours.get("learner"))
             if ours.get("in_place"):
                 table.retire()
                 table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+            elif table.is_inside(path):  # the records run on in the dump from now on
+                torch.save({**ours, "in_place": True}, file)
+                dumps.write_manifest(path)
 
     @contextlib.contextmanager
     def _restoring(self, table: SlotGenerations) -> Iterator[None]:
@@ -667,15 +697,6 @@ class ConditionalPriorityUpdates(_Buffer):
             self._seen = state["seen"].clone()
             self._seen_until = (-ENTRIES - 1, 0)  # compares every slot next
 
-    def _check_saved_tree(self, state: dict[str, Any]) -> None:
-        """A tree of another size would be written past its end."""
-        saved, sampler = state.get("_sum_tree"), self._priority_sampler
-        if saved is not None and sampler is not None and saved.size != sampler._sum_tree.size:
-            raise ValueError(
-                f"The checkpoint's priority tree holds {saved.size} slots: this buffer's holds "
-                f"{sampler._sum_tree.size}. Build the buffer with the capacity of the checkpoint."
-            )
-
     def share(self, shared: bool = True) -> Any:
         """Readies the buffer for other processes; see :meth:`torchrl.data.ReplayBuffer.share`.
 
@@ -714,10 +735,12 @@ class ConditionalPriorityUpdates(_Buffer):
     def _copied_state(self) -> dict[str, Any]:
         """A snapshot: a pickler or a deepcopy would read records and stamps one after the other."""
         with self._settled(self._table):
-            attached = self._storage._attached_entities
-            others = {id(entity): None for entity in attached}  # they stay behind
-            state = copy.deepcopy(super().__getstate__(), others)
-        state["_storage"]._attached_entities_list = []
+            state = super().__getstate__()
+            state.pop("_stock_write_lock", None)  # its semaphore; share() makes another
+            memo: dict[int, Any] = {id(entity): None for entity in self._storage._attached_entities}
+            with copied_records(self._storage, memo):
+                state = copy.deepcopy(state, memo)
+        state["_storage"]._attached_entities_list = []  # they stay behind
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -725,8 +748,12 @@ class ConditionalPriorityUpdates(_Buffer):
         storage = self.__dict__.get("_storage")
         if storage is not None:
             storage.attach(self)
-        if self._table is not None:
-            self._table.install_cells()
+        if self._table is None:
+            return
+        if "_stock_write_lock" not in state:  # a copy
+            super().share(self.shared)
+            own_files(self._storage)
+        self._table.install_cells()
 
     def _check_sendable(self) -> None:
         records = getattr(self._storage, "_storage", None)

@@ -1,11 +1,18 @@
-"""What a conditional update takes: handles and priorities, checked before anything changes."""
+"""What a conditional update and a restore take, checked before anything changes."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from torchrl.data.replay_buffers import PrioritizedSampler, Storage
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    Sampler,
+    Storage,
+    TensorStorageCheckpointer,
+)
 from torchrl.data.replay_buffers.utils import _reduce
 
 from .index import integer_tensor, native_array, slot_index
@@ -141,3 +148,58 @@ def _refuse_first(given: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
     where = f"priority[{row}]" if fits.ndim else "priority"
     came = given.reshape(fits.numel(), -1)[row].squeeze().tolist()
     raise ValueError(f"update_priority_if_present(): {where} must be {rule}: got {came}.")
+
+
+def check_fits(storage: Storage, sampler: PrioritizedSampler | None, state: dict[str, Any]) -> None:
+    """Makes sure that a buffer's state is of the buffer's own capacity.
+
+    Raises:
+        ValueError: if not: TorchRL would fail halfway, or write past the end of its tree.
+    """
+    learner = state.get("_learner")
+    tree = (learner["sampler"] if learner else state["_sampler"]).get("_sum_tree")
+    records = state["_storage"].get("_storage")
+    shape = None
+    if isinstance(records, torch.Tensor):
+        shape = records.shape
+    elif isinstance(records, dict):
+        shape = records.get("__batch_size")
+    _same_capacity(storage, shape[0] if shape else None, "records")
+    _same_capacity(storage, _slots_of(state["_writer"].get("_generation"), storage), "stamps")
+    if tree is not None and sampler is not None and tree.size != sampler.max_size:
+        raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
+
+
+def check_dump_fits(storage: Storage, sampler: Sampler, path: Path) -> None:
+    """The same for a dump in the folder ``path``."""
+    shape = None
+    plain = type(storage.checkpointer) is TensorStorageCheckpointer  # others reshape the records
+    if plain and (path / "storage" / "meta.json").exists():
+        shape = json.loads((path / "storage" / "meta.json").read_text()).get("shape")
+        shape = json.loads(shape) if isinstance(shape, str) else shape
+    _same_capacity(storage, shape[0] if shape else None, "records")
+    saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
+    _same_capacity(storage, saved[0] if saved and storage.max_size <= 2**20 else None, "stamps")
+    tree = path / "sampler" / "sampler_metadata.json"
+    if isinstance(sampler, PrioritizedSampler) and tree.exists():
+        slots = json.loads(tree.read_text()).get("_max_capacity")
+        if slots is not None and int(slots) != sampler.max_size:
+            raise ValueError(_OTHER_CAPACITY.format("priorities", int(slots), sampler.max_size))
+
+
+_OTHER_CAPACITY = (
+    "The checkpoint has {} for {} slots: this buffer has {}. Build the buffer with the capacity of "
+    "the checkpoint."
+)
+
+
+def _slots_of(saved: torch.Tensor | None, storage: Storage) -> int | None:
+    # TorchRL's counters of more than 2**20 slots, and those of lists, grow with the records.
+    if saved is None or (storage.max_size > 2**20 and saved.numel() <= storage.max_size):
+        return None
+    return saved.numel()
+
+
+def _same_capacity(storage: Storage, slots: int | None, what: str) -> None:
+    if slots is not None and slots != storage.max_size:
+        raise ValueError(_OTHER_CAPACITY.format(what, slots, storage.max_size))

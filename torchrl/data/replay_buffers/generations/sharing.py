@@ -7,7 +7,10 @@ went on with a copy of the counters would make every handle a lie.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
+from collections.abc import Iterator
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from uuid import uuid4
 
 import torch
 from tensordict import MemoryMappedTensor, is_tensor_collection
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data.replay_buffers import (
+    LazyMemmapStorage,
     PrioritizedSampler,
     RoundRobinWriter,
     Storage,
@@ -231,3 +235,35 @@ def _need_room(size: int, what: str) -> None:
                 f"share() needs {size} bytes in {SHARED_MEMORY} for the {what}: {free} are free. "
                 "Enlarge it, or use a LazyMemmapStorage."
             )
+
+
+@contextlib.contextmanager
+def copied_records(storage: Storage, memo: dict[int, Any]) -> Iterator[None]:
+    """Lets a deepcopy with ``memo`` find the records of memory-mapped files copied into memory.
+
+    TorchRL copies no such storage: the files are the storage's own. :func:`own_files` makes the
+    copy's.
+    """
+    records: Any = getattr(storage, "_storage", None)
+    if isinstance(storage, TensorStorage) and storage.initialized:
+        if is_tensor_collection(records) and records.is_memmap():
+            memo[id(records)] = records.clone()
+        elif isinstance(records, MemoryMappedTensor):
+            memo[id(records)] = torch.empty(records.shape, dtype=records.dtype).copy_(records)
+    yield
+
+
+def own_files(storage: Storage) -> None:
+    """Gives a copied memory-mapped storage files of its own, in a new temporary folder."""
+    if isinstance(storage, LazyMemmapStorage) or getattr(storage, "shared_init", False):
+        folder = tempfile.mkdtemp(prefix="torchrl_storage_copy_")
+        storage.scratch_dir = folder
+        if hasattr(storage, "_init_directory"):
+            storage._init_directory = folder
+        records = storage._storage
+        if records is None:
+            return
+        if is_tensor_collection(records):
+            storage._storage = records.unlock_().memmap_(prefix=folder)
+        else:
+            storage._storage = tree_map(MemoryMappedTensor.from_tensor, records)

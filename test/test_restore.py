@@ -1,0 +1,467 @@
+"""No resurrection: restores, copies and interrupted dumps bring no handle back to life."""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+
+import cloudpickle
+import pytest
+import torch
+import torchrl.data
+from common import CAPACITY, PER, buffer, handles, ids, leaves, stamps, td_buffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+from torchrl.data.replay_buffers.generations import (
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
+)
+from torchrl.data.replay_buffers.generations import dumps as dumps_module
+
+WAYS = ["state_dict", "dumps"]
+STORAGES = [LazyTensorStorage, LazyMemmapStorage]
+
+
+def update(rb, held, priority):
+    return rb.update_priority_if_present(**held, priority=priority)
+
+
+@pytest.fixture(params=WAYS)
+def checkpoint(request, tmp_path):
+    """Takes a checkpoint of a buffer; returns what loads it into a buffer."""
+    count = iter(range(1000))
+
+    def take(rb):
+        if request.param == "state_dict":
+            state = copy.deepcopy(rb.state_dict())
+            return lambda other: other.load_state_dict(state)
+        path = tmp_path / str(next(count))
+        rb.dumps(path)
+        return lambda other: other.loads(path)
+
+    return take
+
+
+# ------------------------------------------------------------------ the restore rule
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_handles_of_records_that_a_restore_took_back_are_stale(storage, checkpoint):
+    rb = td_buffer(storage=storage(CAPACITY))
+    load = checkpoint(rb)
+    rb.extend(ids(range(8)))
+    held = handles(rb)
+    assert held["generation"].tolist() == [1] * 8
+    load(rb)
+    rb.extend(ids(range(8)))
+    result = update(rb, held, 50.0)
+    assert (result.num_updated, result.num_stale) == (0, 8)
+    assert leaves(rb) == [1] * 8
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_handles_from_before_a_checkpoint_work_where_it_is_resumed(storage, checkpoint):
+    rb = td_buffer(5, storage=storage(CAPACITY))
+    held = handles(rb, range(5))
+    load = checkpoint(rb)
+    fresh = td_buffer(0, storage=storage(CAPACITY))
+    load(fresh)
+    assert update(fresh, held, torch.arange(1.0, 6.0)).num_updated == 5
+    assert leaves(fresh) == [1, 2, 3, 4, 5, 0, 0, 0]
+
+
+def test_a_checkpoint_without_stamps(checkpoint):
+    plain = torchrl.data.TensorDictPrioritizedReplayBuffer(
+        **PER, storage=LazyTensorStorage(CAPACITY)
+    )
+    plain.extend(ids(range(4)))
+    load = checkpoint(plain)
+    fresh = td_buffer(0)
+    load(fresh)
+    result = update(fresh, handles(fresh, range(4)), 4.0)
+    assert (result.num_updated, result.num_stale) == (4, 0)
+    used = td_buffer()
+    held = handles(used)
+    load(used)
+    result = update(used, held, 5.0)
+    assert (result.num_updated, result.num_stale) == (0, 8)
+    assert update(used, handles(used, range(4)), 5.0).num_updated == 4
+
+
+def test_another_runs_checkpoint_with_equal_counters(checkpoint):
+    ours, theirs = td_buffer(), td_buffer()
+    held = handles(ours)
+    checkpoint(theirs)(ours)
+    assert update(ours, held, 5.0).num_stale == 8
+
+
+def test_two_branches_of_one_checkpoint_never_give_the_same_stamp(checkpoint):
+    root = td_buffer()
+    load = checkpoint(root)
+    first, second = td_buffer(0), td_buffer(0)
+    load(first)
+    load(second)
+    first.extend(ids(range(100, 108)))
+    second.extend(ids(range(200, 208)))
+    held = handles(second)
+    checkpoint(first)(second)
+    assert second[:]["id"].tolist() == list(range(100, 108))
+    assert update(second, held, 5.0).num_stale == 8
+    assert update(second, handles(first), 5.0).num_updated == 8  # those records it did get
+
+
+def test_every_handle_ever_taken_through_three_restores(checkpoint):
+    rb = td_buffer()
+    taken = [(handles(rb), rb[:]["id"].tolist())]
+    load = checkpoint(rb)
+    for round_ in range(3):
+        rb.extend(ids(range(100 * round_ + 100, 100 * round_ + 103 + 2 * round_)))
+        taken.append((handles(rb), rb[:]["id"].tolist()))
+        load(rb)
+        taken.append((handles(rb), rb[:]["id"].tolist()))
+        for held, records in taken:
+            now = rb[:]["id"].tolist()
+            live = rb._table.is_live(**held).tolist()
+            assert live == [record == there for record, there in zip(records, now, strict=True)]
+
+
+def test_a_default_priority_that_is_no_integer_survives_an_integer_maximum(tmp_path):
+    rb = td_buffer()
+    update(rb, handles(rb), 5.5)
+    rb.dumps(tmp_path / "dump")
+    other = td_buffer()
+    other.sampler._max_priority = (torch.tensor(3), torch.tensor(0))
+    other.loads(tmp_path / "dump")
+    assert float(other.sampler.default_priority) == 5.5
+
+
+def test_a_handle_of_a_branch_that_is_gone_stays_stale_in_a_process_that_outlived_it(checkpoint):
+    rb = td_buffer()
+    load = checkpoint(rb)
+    rb.extend(ids([100]))
+    surviving = handles(rb, [0])
+    assert surviving["generation"].tolist() == [1]
+    restarted = td_buffer(0)
+    load(restarted)
+    for lap in range(3):
+        restarted.extend(ids([200 + lap]))
+        assert not restarted._table.is_live(**surviving).any()
+        restarted.extend(ids(range(7)))
+
+
+@pytest.mark.parametrize("storage", [*STORAGES, ListStorage])
+def test_a_state_in_memory_whose_records_ran_on(storage):
+    rb = td_buffer(storage=storage(CAPACITY))
+    held = handles(rb)
+    state = rb.state_dict()
+    rb.extend(ids(range(100, 108)))
+    later = handles(rb)
+    rb.load_state_dict(state)
+    assert not rb._table.is_live(**later).any()
+    if storage is ListStorage:  # a list saves the records themselves
+        assert rb._table.is_live(**held).all()
+        assert [int(record["id"]) for record in rb.storage[:]] == list(range(8))
+    else:
+        assert not rb._table.is_live(**held).any()
+        assert rb[:]["id"].tolist() == list(range(100, 108))
+
+
+def test_an_asynchronous_learners_priorities_come_back_elsewhere(checkpoint):
+    rb = td_buffer(sync=False, batch_size=8)
+    update(rb, handles(rb), torch.arange(11.0, 19.0))
+    fresh = td_buffer(0, sync=False, batch_size=8)
+    checkpoint(rb)(fresh)
+    fresh.sample()
+    assert leaves(fresh) == list(range(11, 19))
+
+
+def test_prefetched_batches_in_a_checkpoint_are_live_and_stale_after_a_further_lap(checkpoint):
+    rb = td_buffer(prefetch=2, batch_size=4)
+    rb.sample()
+    load = checkpoint(rb)
+    rb.shutdown()
+    for lap in (False, True):
+        fresh = td_buffer(0, prefetch=2, batch_size=4)
+        load(fresh)
+        if lap:
+            fresh.extend(ids(range(8)))
+        batch = fresh.sample()
+        held = {"index": batch["index"], "generation": batch["index_generation"]}
+        assert update(fresh, held, 5.0).num_updated == (0 if lap else 4)
+        fresh.shutdown()
+
+
+def test_torchrl_reads_ours_and_we_read_torchrls_stamps(tmp_path):
+    ours = td_buffer()
+    ours.extend(ids(range(3)))
+    ours.dumps(tmp_path / "ours")
+
+    def stock():
+        return torchrl.data.TensorDictPrioritizedReplayBuffer(
+            **PER, storage=LazyTensorStorage(CAPACITY)
+        )
+
+    theirs = stock()
+    theirs.set_writer(torchrl.data.TensorDictRoundRobinWriter(track_generations=True))
+    theirs.loads(tmp_path / "ours")
+    assert theirs.writer.generations_of(torch.arange(8)).tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+    assert theirs[:]["id"].tolist() == ours[:]["id"].tolist()
+    theirs.load_state_dict(ours.state_dict())
+    theirs.extend(ids([9]))
+    theirs.dumps(tmp_path / "theirs")
+    state = copy.deepcopy(theirs.state_dict())
+    for load in (
+        lambda rb: rb.loads(tmp_path / "theirs"),
+        lambda rb: rb.load_state_dict(state),
+    ):
+        fresh = td_buffer(0)
+        load(fresh)
+        assert fresh.writer.generations_of(range(8)).tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+        used = td_buffer()
+        held = handles(used)
+        load(used)
+        assert not used._table.is_live(**held).any()
+
+
+def test_a_writer_without_a_storage_keeps_what_it_loaded_and_saves_it_again(tmp_path):
+    rb = td_buffer()
+    rb.extend(ids(range(3)))
+    rb.writer.dumps(tmp_path / "a")
+    first = TensorDictRoundRobinWriter(track_generations=True)
+    first.loads(tmp_path / "a")
+    first.dumps(tmp_path / "b")
+    second = TensorDictRoundRobinWriter(track_generations=True)
+    second.loads(tmp_path / "b")
+    other = TensorDictReplayBuffer(storage=TensorStorage(rb.storage[:].clone()), writer=second)
+    assert other._table.lineage == rb._table.lineage
+    assert other._table.is_live(**handles(rb)).all()
+    assert other.writer._cursor == 3
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def unchanged(rb, load, error, match):
+    held = handles(rb)
+    before = (rb[:]["id"].tolist(), leaves(rb), stamps(rb).tolist(), rb.writer._cursor)
+    with pytest.raises(error, match=match):
+        load()
+    assert (rb[:]["id"].tolist(), leaves(rb), stamps(rb).tolist(), rb.writer._cursor) == before
+    assert rb._table.is_live(**held).all()
+
+
+def test_another_capacity_is_refused_and_nothing_has_changed(tmp_path):
+    small = td_buffer(4, storage=LazyTensorStorage(4))
+    small.dumps(tmp_path / "small")
+    rb = td_buffer()
+    match = "has (records|stamps) for 4 slots: this buffer has 8"
+    unchanged(rb, lambda: rb.load_state_dict(small.state_dict()), ValueError, match)
+    unchanged(rb, lambda: rb.loads(tmp_path / "small"), ValueError, match)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "grown"])
+@pytest.mark.parametrize("name", ["storage/id.memmap", "writer/generation.memmap"])
+def test_a_damaged_file_is_refused_and_nothing_has_changed(damage, name, tmp_path):
+    rb = td_buffer()
+    rb.dumps(tmp_path / "dump")
+    file = tmp_path / "dump" / name
+    if damage == "truncated":
+        os.truncate(file, file.stat().st_size // 2)
+    elif damage == "grown":
+        os.truncate(file, file.stat().st_size * 2)
+    else:
+        file.unlink()
+    rb.extend(ids(range(100, 108)))
+    match = "is not whole: " + name.replace("/", ".")
+    unchanged(rb, lambda: rb.loads(tmp_path / "dump"), RuntimeError, match)
+
+
+def test_a_folder_without_a_dump_is_refused_and_nothing_has_changed(tmp_path):
+    rb = td_buffer()
+    unchanged(rb, lambda: rb.loads(tmp_path), FileNotFoundError, "no whole dump")
+
+
+# ------------------------------------------------------------------ interrupted dumps
+
+
+def dump_for_ever(rb, path):
+    torch.set_num_threads(1)
+    while True:
+        rb.dumps(path)
+
+
+@pytest.mark.timeout(300)
+def test_an_earlier_dump_loads_whenever_the_process_is_killed_while_it_dumps(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "dump"
+    context = multiprocessing.get_context("fork")
+    first = td_buffer(storage=LazyMemmapStorage(CAPACITY), sync=False)
+    first.dumps(path)
+    (path / "notes.txt").write_text("not ours")
+    (path / "storage" / "notes.txt").write_text("not ours")
+    for kill in range(20):
+        rb = td_buffer(0, storage=LazyMemmapStorage(CAPACITY), sync=False)
+        rb.extend(ids(range(100 * kill, 100 * kill + 8)))
+        process = context.Process(target=dump_for_ever, args=(rb, path), daemon=True)
+        process.start()
+        deadline = time.monotonic() + 20
+        incoming = path / dumps_module._INCOMING
+        while not incoming.exists() and time.monotonic() < deadline:
+            pass
+        time.sleep(float(torch.rand((), generator=generator)) * 0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        loaded = td_buffer(0, storage=LazyMemmapStorage(CAPACITY), sync=False)
+        loaded.loads(path)
+        records = loaded[:]["id"].tolist()
+        assert (
+            records
+            in (
+                list(range(100 * kill, 100 * kill + 8)),
+                list(range(100 * (kill - 1), 100 * (kill - 1) + 8)) if kill else list(range(8)),
+            )
+            or records[0] % 100 == 0
+        )
+        assert records == list(range(records[0], records[0] + 8))
+        assert loaded._table.is_live(range(8), [0] * 8).all()
+    assert (path / "notes.txt").read_text() == "not ours"
+    assert (path / "storage" / "notes.txt").read_text() == "not ours"
+
+
+class Killed(BaseException):
+    pass
+
+
+STEPS = ["write_manifest", "rename", "replace 0", "replace 3", "replace manifest", "rmtree"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_dump_that_stops_at_a_step_is_the_earlier_one_or_the_new_one(step, tmp_path, monkeypatch):
+    path = tmp_path / "dump"
+    first, second = td_buffer(), td_buffer(0, prefetch=1, batch_size=2)
+    second.extend(ids(range(100, 108)))
+    first.dumps(path)
+    calls = {"replace": -1}
+
+    def stop(*args, **kwargs):
+        raise Killed
+
+    def stop_at_replace(old, new, inner=os.replace):
+        if str(old).endswith(".new"):
+            return inner(old, new)
+        calls["replace"] += 1
+        is_manifest = str(old).endswith(dumps_module.MANIFEST)
+        if step == f"replace {calls['replace']}" or (step == "replace manifest" and is_manifest):
+            raise Killed
+        return inner(old, new)
+
+    with monkeypatch.context() as patch:
+        if step == "write_manifest":
+            patch.setattr(dumps_module, "write_manifest", stop)
+        elif step == "rename":
+            patch.setattr(os, "rename", stop)
+        elif step == "rmtree":
+            inner = dumps_module.shutil.rmtree
+            patch.setattr(
+                dumps_module.shutil,
+                "rmtree",
+                lambda p, **k: (
+                    stop() if p.name == dumps_module._COMPLETE and p.exists() else inner(p, **k)
+                ),
+            )
+        else:
+            patch.setattr(os, "replace", stop_at_replace)
+        with pytest.raises(Killed):
+            second.dumps(path)
+    loaded = td_buffer(0)
+    if step in ("write_manifest", "rename"):
+        loaded.loads(path)
+        assert loaded[:]["id"].tolist() == list(range(8))
+    else:
+        loaded = td_buffer(0, prefetch=1, batch_size=2)
+        loaded.loads(path)
+        assert loaded[:]["id"].tolist() == list(range(100, 108))
+        assert not (path / dumps_module._COMPLETE).exists()
+    second.dumps(path)  # and the next one goes through
+    assert json.loads((path / dumps_module.MANIFEST).read_text())
+    third = td_buffer(0, prefetch=1, batch_size=2)
+    third.loads(path)
+    assert third[:]["id"].tolist() == list(range(100, 108))
+
+
+# ------------------------------------------------------------------ copies
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda rb: pickle.loads(pickle.dumps(rb)),
+    "cloudpickle": lambda rb: cloudpickle.loads(cloudpickle.dumps(rb)),
+}
+BUFFERS = {
+    "list": lambda: td_buffer(storage=ListStorage(CAPACITY)),
+    "tensor": td_buffer,
+    "memmap": lambda: td_buffer(storage=LazyMemmapStorage(CAPACITY)),
+    "shared": lambda: td_buffer(sync=False, shared=True),
+    "memmap shared_init": lambda: td_buffer(
+        storage=LazyMemmapStorage(CAPACITY, shared_init=True), sync=False, shared=True
+    ),
+    "tensor shared_init": lambda: td_buffer(
+        storage=LazyTensorStorage(CAPACITY, shared_init=True), sync=False
+    ),
+    "plain tensors": buffer,
+    "plain memmap": lambda: buffer(storage=LazyMemmapStorage(CAPACITY)),
+    "not written": lambda: td_buffer(0),
+    "memmap not written": lambda: td_buffer(0, storage=LazyMemmapStorage(CAPACITY)),
+    "prefetching": lambda: td_buffer(prefetch=2, batch_size=4),
+    "uniform": lambda: TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY), track_generations=True
+    ),
+}
+
+
+def content(rb):
+    if not len(rb):
+        return []
+    records = rb.storage[:]
+    if isinstance(records, torch.Tensor):
+        return records.tolist()
+    return [int(record["id"]) for record in records]
+
+
+@pytest.mark.parametrize("copy_of", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make", BUFFERS.values(), ids=BUFFERS)
+def test_a_copy_is_an_independent_buffer_whose_handles_agree_with_its_records(make, copy_of):
+    rb = make()
+    held = handles(rb)
+    copied = copy_of(rb)
+    assert content(copied) == content(rb)
+    assert torch.equal(copied._table.is_live(**held), rb._table.is_live(**held))
+    assert copied._write_lock is not rb._write_lock
+    plain = "plain" in str(next(k for k, v in BUFFERS.items() if v is make))
+    new = torch.arange(100, 103) if plain else ids(range(100, 103))
+    before = content(rb)
+    copied.extend(list(new) if isinstance(copied.storage, ListStorage) else new)
+    assert content(rb) == before
+    assert set(range(100, 103)) <= set(content(copied))
+    rb.extend(list(new) if isinstance(rb.storage, ListStorage) else new)
+    theirs, ours = handles(copied), handles(rb)
+    overwritten = slice(0, 3)
+    assert not rb._table.is_live(
+        theirs["index"][overwritten], theirs["generation"][overwritten]
+    ).any()
+    assert not copied._table.is_live(
+        ours["index"][overwritten], ours["generation"][overwritten]
+    ).any()
+
+
+def test_an_untracked_buffer_copies_as_torchrls_does():
+    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+    rb.extend(torch.arange(8))
+    for copied in (copy.deepcopy(rb), pickle.loads(pickle.dumps(rb))):
+        copied.extend(torch.arange(100, 103))
+        assert rb[:].tolist() == list(range(8))
+        assert copied[:].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
