@@ -185,6 +185,32 @@ def test_emptying_and_item_assignment_wait_for_an_update_too(action, monkeypatch
         assert rb._table.of(range(8)).tolist() == [-1] * 8
 
 
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_thread_that_holds_the_lock_may_call_the_buffer_while_others_wait_for_it(adopted):
+    rb = td_buffer(batch_size=4)
+    other = rb
+    if adopted:
+        other = torchrl.data.TensorDictReplayBuffer(storage=rb.storage, batch_size=4)
+        rb._table.adopt(other)
+    held = handles(rb)
+
+    def from_inside():
+        with rb._table.lock:
+            writing = Thread(lambda: other.extend(ids(range(100, 108))))
+            saving = Thread(rb.state_dict)
+            writing.join_briefly(GRACE)  # both stand at the lock now
+            result = rb.update_priority_if_present(**held, priority=5.0)
+            rb.sample()
+            other.sample()
+            other.add(ids([1])[0])
+        return result, writing, saving
+
+    result, writing, saving = Thread(from_inside).join()
+    writing.join()
+    saving.join()
+    assert result.num_updated == 8
+
+
 # ------------------------------------------------------------------ all at once
 
 SLOTS = 64

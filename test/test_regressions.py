@@ -47,7 +47,7 @@ def update(rb, held, priority):
 
 def during(rb, change, call):
     """Lets ``call`` wait at the buffer's first lock in a thread while the change is made."""
-    with rb._replay_lock:
+    with rb._table.lock:
         waiting = Thread(call)
         waiting.join_briefly(GRACE)  # it stands at the lock now
         change()

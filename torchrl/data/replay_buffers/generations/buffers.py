@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.context import get_spawning_popen
@@ -50,6 +51,9 @@ from .writers import (
     row_generations,
     without_stamps,
 )
+
+# How long a restore holds up new samples, in seconds, while another thread holds the table's lock.
+SETTLING = 0.05
 
 # What dumps() adds to TorchRL's files.
 STATE_FILE = "generations.pt"
@@ -93,8 +97,9 @@ class ConditionalPriorityUpdates(_Buffer):
 
     _initialized: bool
     _init_storage: Any
-    # TorchRL's own write lock, for a storage without a table.
+    # TorchRL's own locks, for a storage without a table.
     _stock_write_lock: Any = contextlib.nullcontext()
+    _stock_replay_lock: Any = None
     # How many add() and extend() calls are under way, nested ones. Guarded by the table's lock.
     _writes_under_way: int = 0
     # For the classes whose TorchRL constructor takes no generator.
@@ -134,21 +139,48 @@ class ConditionalPriorityUpdates(_Buffer):
         # TorchRL's share() sets one each time: it is only in use where there is no table.
         self._stock_write_lock = lock
 
+    # TorchRL takes both locks, this one first. One lock in the place of both leaves no order between
+    # them, which a user who holds the table's lock and calls the buffer would get wrong.
+    @property
+    def _replay_lock(self) -> Any:
+        table = self._table
+        return self._stock_replay_lock if table is None else table.lock
+
+    @_replay_lock.setter
+    def _replay_lock(self, lock: Any) -> None:
+        self._stock_replay_lock = lock
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[SlotGenerations]:
+        """Holds the lock of the storage's table, whichever storage that is when it is free."""
+        while True:
+            table = self._table
+            assert table is not None  # a tracked buffer stays one
+            with table.lock:
+                if self._table is table:  # else set_storage() came in between
+                    yield table
+                    return
+
     @contextlib.contextmanager
     def _settled(self, *tables: SlotGenerations | None) -> Iterator[None]:
         """Holds every lock with no prefetched sample or background update still running.
 
-        They need the replay and table locks to finish, so they are waited for before those are
-        taken, and ``_futures_lock`` keeps new ones from starting.
+        They need the tables' locks to finish, so they are waited for before those are taken, and
+        ``_futures_lock`` keeps new ones from starting. It is given back while a table's lock is not
+        to be had: who holds that may be about to sample, and samples take ``_futures_lock``.
         """
-        with self._futures_lock:
-            self._synchronize_futures_locked()
+        ordered = {table.lock.order: table.lock for table in tables if table is not None}
+        while True:
             with contextlib.ExitStack() as locks:
-                locks.enter_context(self._replay_lock)
-                ordered = {table.lock.order: table.lock for table in tables if table is not None}
+                locks.enter_context(self._futures_lock)
+                self._synchronize_futures_locked()
                 for order in sorted(ordered):
-                    locks.enter_context(ordered[order])
-                yield
+                    if not ordered[order].acquire(timeout=SETTLING):
+                        break
+                    locks.callback(ordered[order].release)
+                else:
+                    yield
+                    return
 
     # ------------------------------------------------------------------ construction
 
@@ -232,7 +264,7 @@ class ConditionalPriorityUpdates(_Buffer):
             table.limit_to_tree(sampler.max_size)
 
     def _initialize_prioritized_sampler(self) -> None:
-        with self._replay_lock, self._write_lock:  # another buffer may be writing already
+        with self._write_lock:  # another buffer may be writing already
             super()._initialize_prioritized_sampler()
 
     def mark_update(self, index: Any) -> None:
@@ -305,28 +337,26 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
-        with self._replay_lock:  # set_storage() holds it: the table stays the same
-            table = self._table
-            with table.lock:
-                advances = table.num_advances
-                self._writes_under_way += 1
-                try:
-                    index = write()
-                except BaseException:
-                    if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
-                        # A writer that stamps after the data: nothing tells how far it came.
-                        table.advance_written()
-                    raise
-                finally:
-                    self._writes_under_way -= 1
-                unstamped = table.num_advances == advances and not _stamps_late(self._writer)
-                if unstamped and index is not None:
-                    # A user's writer that does not stamp. -1 is a row that it rejected.
-                    slots = torch.as_tensor(index).reshape(-1)
-                    table.advance(slots[slots >= 0])
-                if return_generation:
-                    return index, row_generations(table, -1 if index is None else index)
-                return index
+        with self._locked() as table:
+            advances = table.num_advances
+            self._writes_under_way += 1
+            try:
+                index = write()
+            except BaseException:
+                if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
+                    # A writer that stamps after the data: nothing tells how far it came.
+                    table.advance_written()
+                raise
+            finally:
+                self._writes_under_way -= 1
+            unstamped = table.num_advances == advances and not _stamps_late(self._writer)
+            if unstamped and index is not None:
+                # A user's writer that does not stamp. -1 is a row that it rejected.
+                slots = torch.as_tensor(index).reshape(-1)
+                table.advance(slots[slots >= 0])
+            if return_generation:
+                return index, row_generations(table, -1 if index is None else index)
+            return index
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -335,15 +365,13 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
-        with self._replay_lock:
-            table = self._table
-            with table.lock:
-                slots = slots_written(index, value, self._storage)
-                table.advance(slots)
-                try:
-                    super().__setitem__(index, without_stamps(value))
-                finally:
-                    give_default_priority(self._storage, slots)
+        with self._locked() as table:
+            slots = slots_written(index, value, self._storage)
+            table.advance(slots)
+            try:
+                super().__setitem__(index, without_stamps(value))
+            finally:
+                give_default_priority(self._storage, slots)
 
     @_maybe_delay_init
     def empty(self, empty_write_count: bool = True) -> None:
@@ -351,13 +379,11 @@ class ConditionalPriorityUpdates(_Buffer):
         if self._table is None:
             super().empty(empty_write_count=empty_write_count)
             return
-        with self._replay_lock:
-            table = self._table
-            with table.lock:
-                super().empty(empty_write_count=empty_write_count)
-                if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
-                    table.advance_written()
-                self._seen = None
+        with self._locked() as table:
+            super().empty(empty_write_count=empty_write_count)
+            if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
+                table.advance_written()
+            self._seen = None
 
     # ------------------------------------------------------------------ priorities
 
@@ -376,17 +402,15 @@ class ConditionalPriorityUpdates(_Buffer):
         if self._table is None:
             super().update_priority(index, priority)
             return
-        with self._replay_lock:
-            table = self._table
-            with table.lock:
-                if self._writes_under_way and isinstance(index, torch.Tensor):
-                    # The priorities that the records of a write carry.
-                    priority = torch.as_tensor(priority).to(self._priority_dtype)
-                    if index.numel() > table.stamps.numel():
-                        # A row that the call itself overwrote has no record any more.
-                        stays = last_rows(index)
-                        index, priority = index[stays], priority[stays]
-                super().update_priority(index, priority)
+        with self._locked() as table:
+            if self._writes_under_way and isinstance(index, torch.Tensor):
+                # The priorities that the records of a write carry.
+                priority = torch.as_tensor(priority).to(self._priority_dtype)
+                if index.numel() > table.stamps.numel():
+                    # A row that the call itself overwrote has no record any more.
+                    stays = last_rows(index)
+                    index, priority = index[stays], priority[stays]
+            super().update_priority(index, priority)
 
     @_maybe_delay_init
     def update_priority_if_present(
@@ -436,26 +460,26 @@ class ConditionalPriorityUpdates(_Buffer):
             >>> result.num_updated, result.num_stale
             (2, 2)
         """
-        with self._replay_lock:  # set_storage() and set_sampler() hold it
+        self._conditional_parts("update_priority_if_present")
+        with self._locked():
             table, sampler = self._conditional_parts("update_priority_if_present")
             slots, taken, mask_shape, device = checked_handles(index, generation)
             rows = slots.numel()
             values, leaves = checked_priority(priority, rows, sampler)
-            with table.lock:
-                self._catch_up()
-                live = table.is_live(slots, taken)
-                kept = live
-                if values.device.type != "cpu":  # a parallel scatter has no last row
-                    kept = kept.clone()
-                    kept[live] = last_rows(slots[live])
-                num_kept = int(kept.count_nonzero())
-                if num_kept:
-                    if num_kept < rows:
-                        slots = slots[kept]
-                        if values.ndim:
-                            kept = kept.to(values.device)
-                            values, leaves = values[kept], leaves[kept]
-                    write_priority(sampler, slots, values, leaves, self._storage)
+            self._catch_up()
+            live = table.is_live(slots, taken)
+            kept = live
+            if values.device.type != "cpu":  # a parallel scatter has no last row
+                kept = kept.clone()
+                kept[live] = last_rows(slots[live])
+            num_kept = int(kept.count_nonzero())
+            if num_kept:
+                if num_kept < rows:
+                    slots = slots[kept]
+                    if values.ndim:
+                        kept = kept.to(values.device)
+                        values, leaves = values[kept], leaves[kept]
+                write_priority(sampler, slots, values, leaves, self._storage)
         return PriorityUpdateResult(updated_mask=live.reshape(mask_shape).to(device))
 
     @_maybe_delay_init
@@ -571,7 +595,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if self._table is None or self._learner_sampler is None:
             return super()._sample(batch_size)
         # TorchRL catches up before it takes the lock: a record could come in between.
-        with self._replay_lock, self._write_lock:
+        with self._locked():
             return super()._sample(batch_size)
 
     # ------------------------------------------------------------------ state and parts
@@ -710,21 +734,26 @@ class ConditionalPriorityUpdates(_Buffer):
             self._table.share()
         return super().share(shared)
 
+    def _torchrl_state(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state.pop("_stock_replay_lock", None)  # a thread lock: __setstate__() makes another
+        return state
+
     def __getstate__(self) -> dict[str, Any]:
         table = self._table
         if table is None:
-            return super().__getstate__()
+            return self._torchrl_state()
         if get_spawning_popen() is None:
             return self._copied_state()
         self._check_sendable()
         with self._settled(table):
-            state = super().__getstate__()
+            state = self._torchrl_state()
         state["_seen"] = None  # the learner's, like its sampler
         return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._table is None:
-            state = copy.deepcopy(super().__getstate__(), memo)
+            state = copy.deepcopy(self._torchrl_state(), memo)
         else:
             state = self._copied_state()
         copied = type(self).__new__(type(self))
@@ -735,7 +764,7 @@ class ConditionalPriorityUpdates(_Buffer):
     def _copied_state(self) -> dict[str, Any]:
         """A snapshot: a pickler or a deepcopy would read records and stamps one after the other."""
         with self._settled(self._table):
-            state = super().__getstate__()
+            state = self._torchrl_state()
             state.pop("_stock_write_lock", None)  # its semaphore; share() makes another
             memo: dict[int, Any] = {id(entity): None for entity in self._storage._attached_entities}
             with copied_records(self._storage, memo):
@@ -744,6 +773,7 @@ class ConditionalPriorityUpdates(_Buffer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._stock_replay_lock = threading.RLock()
         super().__setstate__(state)
         storage = self.__dict__.get("_storage")
         if storage is not None:

@@ -55,9 +55,12 @@ class StorageLock:
     Owned by one :class:`~torchrl.data.replay_buffers.generations.SlotGenerations` table. It guards
     the stamps, the records of the storage, and the priority tree of every buffer on that storage.
 
-    Lock order: a buffer's ``_futures_lock``, then its ``_replay_lock``, then table locks by
-    ascending :attr:`order`. Never wait for a future while holding the last two: a prefetched
-    sample needs them to finish.
+    It stands in both places where TorchRL's buffers take a lock, ``_replay_lock`` and
+    ``_write_lock``; so a thread that holds it may call the buffer.
+
+    Lock order: a buffer's ``_futures_lock``, then table locks by ascending :attr:`order`. Never
+    wait for a future while holding a table's lock, as ``sample`` of a prefetching buffer does: the
+    future needs it to finish.
 
     Attributes:
         order (int): random id of the lock, the same in every process. Code that needs several

@@ -296,7 +296,7 @@ class SlotGenerations(SharedState):
                 f"adopt() needs a buffer on the table's own storage: got {type(buffer).__name__} "
                 f"on another {type(buffer.storage).__name__}."
             )
-        buffer._write_lock = self.lock
+        buffer._write_lock = buffer._replay_lock = self.lock
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs: a copy of the stamps, the lineage and the live stamps.
