@@ -139,8 +139,8 @@ class ConditionalPriorityUpdates(_Buffer):
         # TorchRL's share() sets one each time: it is only in use where there is no table.
         self._stock_write_lock = lock
 
-    # TorchRL takes both locks, this one first. One lock in the place of both leaves no order between
-    # them, which a user who holds the table's lock and calls the buffer would get wrong.
+    # TorchRL takes both locks, this one first. One lock in place of both leaves no order between
+    # them, which one who holds the table's lock and calls the buffer would get wrong.
     @property
     def _replay_lock(self) -> Any:
         table = self._table
