@@ -17,6 +17,7 @@ from common import Thread, buffer
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.generations import ReplayBuffer, SlotGenerations
 from torchrl.data.replay_buffers.generations import lock as lock_module
+from torchrl.data.replay_buffers.generations.cells import Cells
 from torchrl.data.replay_buffers.generations.lock import StorageLock
 
 
@@ -219,7 +220,8 @@ def test_a_holder_that_is_killed_lets_go_or_is_named(engaged):
         ):
             engaged.acquire()
         assert engaged._depth == 0
-        assert Thread(lambda: engaged._thread.acquire(False)).join() is True  # and no hold is left
+        free = Thread(lambda: (engaged._thread.acquire(False), engaged._thread.release())[0])
+        assert free.join() is True  # no hold is left
 
 
 def test_a_deadlock_that_only_the_kernel_sees_is_tried_again(monkeypatch):
@@ -283,6 +285,74 @@ def test_no_descriptor_stays_open_when_locks_go():
         StorageLock().engage()
     gc.collect()
     assert descriptors() <= before
+
+
+def test_a_lock_that_goes_during_a_fork_leaves_the_others_free():
+    going, staying = StorageLock(), StorageLock()
+    lock_module._before_fork()
+    assert Thread(lambda: staying.acquire(timeout=0.01)).join() is False
+    del going
+    gc.collect()
+    lock_module._after_fork_in_parent()
+    assert lock_module._taken_for_fork == []
+    assert Thread(lambda: (staying.acquire(timeout=1), staying.release())[0]).join() is True
+    forking = lock_module._forking
+    assert Thread(lambda: (forking.acquire(timeout=1), forking.release())[0]).join() is True
+
+
+def test_a_fork_that_finds_no_room_for_a_lock_file_tells_the_child_so(monkeypatch):
+    lock = StorageLock()
+
+    def full(**kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock_module.tempfile, "mkstemp", full)
+    ours, theirs = multiprocessing.Pipe()
+
+    def child():
+        try:
+            lock.acquire()
+        except RuntimeError as error:
+            theirs.send(str(error))
+
+    with forked(child):
+        assert ours.poll(20)
+        assert "No space left on device" in ours.recv()
+    with lock:
+        pass
+
+
+def test_a_semaphore_whose_holder_ended_and_was_not_waited_for_is_not_believed(monkeypatch):
+    monkeypatch.setattr(lock_module, "fcntl", None)
+    monkeypatch.setattr(lock_module, "HOLDER_PATIENCE", 0.05)
+    lock = StorageLock()
+    lock.engage()
+    ours, theirs = multiprocessing.Pipe()
+    with forked(hold_until_told, lock, theirs) as process:
+        assert ours.recv() == "held"
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=f"Process {process.pid} died"):
+            lock.acquire()
+
+
+def test_a_semaphore_whose_holder_left_no_name_is_not_waited_for_for_ever(monkeypatch):
+    monkeypatch.setattr(lock_module, "fcntl", None)
+    monkeypatch.setattr(lock_module, "HOLDER_PATIENCE", 0.05)
+    monkeypatch.setattr(lock_module, "NAMELESS_PATIENCE", 0.2)
+    lock = StorageLock()
+    lock.engage()
+    lock._process._semaphore.acquire()  # and dies before it can say so
+    with pytest.raises(RuntimeError, match="Process unknown died"):
+        lock.acquire()
+
+
+def test_a_view_of_cells_that_move_into_shared_memory_stays_readable():
+    cells = Cells([5, 7])
+    before = cells.view
+    cells.share()
+    cells.view[0] = 6
+    assert list(before) == [5, 7]
+    assert list(cells.view) == [6, 7]
 
 
 def test_its_private_names_are_there():

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
-from common import CAPACITY, PER, buffer, ids, leaves, stamps, td_buffer
+import torch.multiprocessing
+from common import CAPACITY, PER, Thread, buffer, ids, leaves, stamps, td_buffer
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage
 from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
+from torchrl.data.utils import CloudpickleWrapper
 
 SLOTS = 64
 LATE = 4  # batches between a sample and its update
@@ -363,6 +367,88 @@ def test_a_thousand_writers_killed_at_random_moments_stop_nobody():
     kill_writers(1000)
 
 
+def first_records(rb):
+    torch.set_num_threads(1)
+    rb.extend(ids(range(8)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
+def test_a_checkpoint_has_the_records_that_only_another_process_has_touched(method, storage):
+    rb = learner(storage(CAPACITY, shared_init=True), 8)
+    with child(method, first_records, rb):
+        pass
+    held = rb.writer.generations_of(torch.arange(8))
+    assert not rb.storage.initialized
+    state = copy.deepcopy(rb.state_dict())
+    with child(method, rewrite_three, rb):
+        pass
+    rb.load_state_dict(state)
+    assert rb[:]["id"].tolist() == list(range(8))
+    assert rb._table.is_live(torch.arange(8), held).all()
+
+
+def test_another_buffers_write_begins_a_first_write_that_failed_anew():
+    rb = learner(LazyMemmapStorage(CAPACITY, shared_init=True), 8)
+    other = learner(rb.storage, 8)
+    with killed_at("fork", die_in_the_first_write, rb):
+        pass
+    other.extend(ids([100]))
+    rb.extend(ids([101]))
+    assert len(rb) == 1 + 1  # rb's cursor began anew, too: slot 0 was overwritten, slot 1 is a gap
+    assert rb.writer._cursor == 1
+    assert rb[:]["id"].tolist()[0] == 101
+
+
+def test_a_first_write_that_raises_claims_nothing(monkeypatch):
+    rb = learner(LazyMemmapStorage(CAPACITY, shared_init=True), 8)
+
+    def fail(data):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rb.storage, "_init_coordinator", fail)
+        with pytest.raises(OSError, match="disk full"):
+            rb.extend(ids(range(3)))
+    assert len(rb) == 0
+    rb.extend(ids(range(2)))
+    assert rb[:]["id"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("prefetch", [None, 3])
+def test_a_child_forked_while_threads_are_inside_of_the_buffer_writes_all_the_same(prefetch):
+    rb = TensorDictPrioritizedReplayBuffer(
+        **PER,
+        storage=LazyMemmapStorage(CAPACITY),
+        sync=False,
+        batch_size=4,
+        track_generations=True,
+        prefetch=prefetch,
+    )
+    rb.extend(ids(range(8)))
+    done = threading.Event()
+
+    def sample():
+        while not done.is_set():
+            rb.sample()
+
+    def hold_the_futures_lock():
+        with rb._futures_lock:
+            done.wait(60)
+
+    threads = [Thread(sample)] if prefetch is None else [Thread(hold_the_futures_lock)]
+    try:
+        for _ in range(5):
+            with child("fork", rewrite_three, rb):
+                pass
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert rb.write_count == 8 + 15
+    rb.shutdown()
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -474,3 +560,75 @@ def test_plain_tensor_records_can_be_forked_and_say_why_they_cannot_be_sent():
     with child("fork", lambda: rb.extend(torch.arange(3))):
         pass
     assert rb._table.is_live(torch.arange(8), held).tolist() == [False] * 3 + [True] * 5
+
+
+def test_a_synchronous_buffer_on_a_storage_that_other_processes_use_is_refused():
+    rb = learner(LazyMemmapStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    assert refusal_in_fork(rb) == "not refused"
+    with pytest.raises(RuntimeError, match="Build the buffer with sync=False"):
+        td_buffer(0, storage=rb.storage)
+    assert rb.storage._attached_entities == [rb]
+    learner(rb.storage)
+
+
+def test_a_forked_childs_update_and_sample_are_refused_as_the_priorities_are_the_learners():
+    rb = learner(LazyMemmapStorage(CAPACITY), 4)
+    rb.extend(ids(range(8)))
+    context = multiprocessing.get_context("fork")
+    for use in (
+        lambda: rb.update_priority_if_present(index=[0], generation=[0], priority=9.0),
+        rb.sample,
+    ):
+        ours, theirs = context.Pipe()
+        with child("fork", report_refusal, use, theirs):
+            assert ours.poll(30)
+            message = ours.recv()
+        assert "private to the learner" in message or "worker process" in message
+    assert leaves(rb) == [0] * 8  # the learner has not looked yet
+    rb.sample()
+    assert leaves(rb) == [1] * 8
+
+
+def test_a_buffer_inside_of_a_cloudpickled_object_is_refused():
+    rb = learner(LazyTensorStorage(CAPACITY))
+    rb.extend(ids(range(8)))
+    job = CloudpickleWrapper(lambda: rb.extend(ids([1])))
+    with pytest.raises(RuntimeError, match="inside of a cloudpickled object"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(job,)).start()
+    rb.extend(ids(range(2)))
+
+
+def test_a_prefetching_buffer_is_refused_when_it_is_sent():
+    rb = td_buffer(storage=LazyMemmapStorage(CAPACITY), sync=False, prefetch=2, batch_size=4)
+    with pytest.raises(RuntimeError, match="Build it with prefetch=None"):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    rb.sample()
+    rb.shutdown()
+
+
+def test_another_sharing_strategy_than_before_is_refused_and_moves_no_memory():
+    rb = learner(LazyTensorStorage(CAPACITY), 8)
+    rb.extend(ids(range(8)))
+    rb.share()
+    usual = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        with pytest.raises(RuntimeError, match="under the sharing strategy"):
+            multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    finally:
+        torch.multiprocessing.set_sharing_strategy(usual)
+    assert len(rb) == 8
+    with child("spawn", rewrite_three, rb):
+        pass
+    assert rb[:]["id"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+
+
+def test_a_restore_in_another_process_makes_what_this_one_remembers_of_its_own_void():
+    rb = td_buffer()
+    state = copy.deepcopy(rb.state_dict())
+    rb.load_state_dict(state)
+    held = rb._table.of(range(8))
+    rb._table.base += 10**6  # another process restored, and its base is shared
+    rb._table.stamps.add_(1)  # to stamps of its own branch
+    assert rb._table.of(range(8)).tolist() == (held + 1).tolist()

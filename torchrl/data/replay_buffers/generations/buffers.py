@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -57,6 +60,9 @@ SETTLING = 0.05
 
 # What dumps() adds to TorchRL's files.
 STATE_FILE = "generations.pt"
+
+# Every buffer of ours in this process, for what a forked child must not inherit.
+_built: weakref.WeakSet[ConditionalPriorityUpdates] = weakref.WeakSet()
 
 # The mix-in stands before a TorchRL buffer class, whose methods and attributes it works with.
 if TYPE_CHECKING:
@@ -179,6 +185,9 @@ class ConditionalPriorityUpdates(_Buffer):
                         break
                     locks.callback(ordered[order].release)
                 else:
+                    for table in tables:
+                        if table is not None:
+                            table.join_first_write()
                     yield
                     return
 
@@ -208,6 +217,7 @@ class ConditionalPriorityUpdates(_Buffer):
             self._leave_storage(forget_table=not tracked)
             raise
         self._writer_argument = self._generator_argument = None
+        _built.add(self)
 
     def _leave_storage(self, forget_table: bool) -> None:
         """Takes the buffer off its storage, which may be a user's."""
@@ -236,6 +246,7 @@ class ConditionalPriorityUpdates(_Buffer):
         """Makes the table for a TorchRL writer that tracks; ours make it when they register."""
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
+            self._check_processes(storage, self._sampler)
         if _stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
@@ -256,6 +267,15 @@ class ConditionalPriorityUpdates(_Buffer):
             raise ValueError(
                 "A tracking buffer needs a priority sampler with a leaf for every slot: got "
                 f"max_capacity={sampler.max_size} for a storage of {storage.max_size} slots."
+            )
+
+    def _check_processes(self, storage: Storage, sampler: Sampler) -> None:
+        """Refuses a tree that would not hear of the writes of other processes."""
+        table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
+        if isinstance(sampler, PrioritizedSampler) and table is not None and table.lock.is_engaged:
+            raise RuntimeError(
+                "A storage that other processes may be writing needs a learner that catches up: "
+                "got a sync=True priority sampler. Build the buffer with sync=False."
             )
 
     def _limit_to_tree(self) -> None:
@@ -533,6 +553,11 @@ class ConditionalPriorityUpdates(_Buffer):
         table, sampler = self._table, self._priority_sampler
         if table is None or not self._writer.tracks_generations:
             raise RuntimeError(f"{name}() needs stamps. {_ENABLE_TRACKING}")
+        if sampler is None and getattr(self, "_sync", True) is False:
+            raise RuntimeError(
+                f"{name}() needs priorities: they are private to the learner, the process that "
+                "built the buffer, and this process only writes records."
+            )
         if sampler is None:
             raise RuntimeError(
                 f"{name}() needs priorities: got a {type(self._sampler).__name__}. Build the "
@@ -746,7 +771,9 @@ class ConditionalPriorityUpdates(_Buffer):
         if get_spawning_popen() is None:
             return self._copied_state()
         self._check_sendable()
+        table.check_strategy()
         with self._settled(table):
+            table.install_cells()
             state = self._torchrl_state()
         state["_seen"] = None  # the learner's, like its sampler
         return state
@@ -778,6 +805,7 @@ class ConditionalPriorityUpdates(_Buffer):
         storage = self.__dict__.get("_storage")
         if storage is not None:
             storage.attach(self)
+        _built.add(self)
         if self._table is None:
             return
         if "_stock_write_lock" not in state:  # a copy
@@ -786,6 +814,11 @@ class ConditionalPriorityUpdates(_Buffer):
         self._table.install_cells()
 
     def _check_sendable(self) -> None:
+        if self._prefetch:
+            raise RuntimeError(
+                f"A buffer with prefetch={self._prefetch_cap} can't be sent to another process: "
+                "threads of this one prefetch its batches. Build it with prefetch=None."
+            )
         records = getattr(self._storage, "_storage", None)
         if isinstance(records, list) or records is None or is_tensor_collection(records):
             return  # TorchRL or the table refuse what they must
@@ -819,6 +852,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
         self._check_tree(storage, self._priority_sampler)
+        self._check_processes(storage, self._sampler)
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
             former = self._storage
@@ -864,6 +898,8 @@ class ConditionalPriorityUpdates(_Buffer):
         if table is None:
             return super().set_sampler(sampler)
         self._check_tree(self._storage, sampler)
+        if self._learner_sampler is None and not isinstance(self._sampler, PrioritizedSampler):
+            self._check_processes(self._storage, sampler)
         with self._settled(table):
             if isinstance(sampler, PrioritizedSampler) and self._learner_sampler is not None:
                 former, self._prioritized_sampler = self._learner_sampler, sampler
@@ -1039,3 +1075,22 @@ def _stamps_late(writer: Writer) -> bool:
     return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
         writer, RoundRobinWriter
     )
+
+
+def _reset_in_child() -> None:
+    """Leaves to the parent its threads, what they held, and a learner's priorities."""
+    for rb in list(_built):
+        rb._futures_lock = threading.RLock()
+        rb._stock_replay_lock = threading.RLock()
+        rb._writes_under_way = 0
+        rb._prefetch_queue.clear()
+        rb._pending_update_futures.clear()
+        rb._sample_dependency = rb._update_executor = None
+        if rb._prefetch:
+            rb._prefetch_executor = ThreadPoolExecutor(max_workers=rb._prefetch_cap)
+        if rb._table is not None and rb._learner_sampler is not None:
+            rb._prioritized_sampler = None  # as in a process that was spawned
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_in_child)

@@ -12,6 +12,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
+from torch.multiprocessing import get_sharing_strategy
 
 
 class Cells:
@@ -22,30 +23,53 @@ class Cells:
     """
 
     def __init__(self, values: list[int]) -> None:
+        self._strategy: str | None = None
         self._bind(torch.tensor(values, dtype=torch.int64))
 
     def _bind(self, tensor: torch.Tensor) -> None:
-        # Nobody else may have the tensor while it is private: sharing moves its memory, and leaves
-        # the view behind.
         self._tensor = tensor
         # Reads and writes Python ints in some 40 ns; a tensor item takes a microsecond.
         self.view: memoryview = memoryview(tensor.numpy())  # type: ignore[arg-type]
 
     def share(self) -> None:
-        """Moves the numbers into shared memory, for the processes that start from now on."""
-        if not self._tensor.is_shared():
-            self._bind(self._tensor.share_memory_())
+        """Moves the numbers into shared memory, for the processes that start from now on.
+
+        Under the lock that guards them, as a write in between would be lost.
+        """
+        if self._strategy is None:
+            self._strategy = get_sharing_strategy()
+            # The private memory stays, for a thread that is reading it without the lock.
+            self._private = self._tensor
+            self._bind(self._tensor.clone().share_memory_())
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:  # a copy
             return {"values": list(self.view)}
-        self.share()
-        return {"tensor": self._tensor}
+        self.share()  # else the pickler would move the memory, and leave the view behind
+        self.check_strategy()
+        return {"tensor": self._tensor, "strategy": self._strategy}
+
+    def check_strategy(self) -> None:
+        """Refuses to be sent under another sharing strategy than before.
+
+        Torch would move the memory, away from this process and from all that have it.
+
+        Raises:
+            RuntimeError: if it would.
+        """
+        strategy = get_sharing_strategy()
+        if self._strategy not in (None, strategy):
+            raise RuntimeError(
+                f"A storage that was shared under the sharing strategy {self._strategy!r} can't be "
+                f"sent under {strategy!r}: torch would move its memory away from the processes "
+                "that have it. Call set_sharing_strategy() at the start of every process."
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "values" in state:
             self.__init__(state["values"])  # type: ignore[misc]
         else:
+            self._strategy = state["strategy"]
             self._bind(state["tensor"])
 
 

@@ -17,7 +17,6 @@ and a semaphore dies locked.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import tempfile
@@ -40,10 +39,12 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# How long a fork waits for another thread to leave its critical section.
+# How long a fork waits, in all, for other threads to leave critical sections.
 FORK_PATIENCE = 10.0
-# How long a process waits for a semaphore before it looks whether its holder still lives.
+# How long a process waits for a semaphore before it looks whether its holder still lives, and how
+# long it believes in a holder that has not left its name.
 HOLDER_PATIENCE = 0.5
+NAMELESS_PATIENCE = 30.0
 POLL = 0.001
 
 _by_order: weakref.WeakValueDictionary[int, StorageLock] = weakref.WeakValueDictionary()
@@ -81,6 +82,7 @@ class StorageLock:
         self._refusal: Callable[[], str | None] = _nothing
         self._process: FileHalf | SemaphoreHalf | None = None
         self._spare: list[FileHalf] = []
+        self._failure: str | None = None  # why the process half could not join at a fork
         self._reset_thread_half()
         _by_order[self.order] = self
 
@@ -152,6 +154,11 @@ class StorageLock:
             self._process.release()
         self._thread.release()
 
+    @property
+    def is_engaged(self) -> bool:
+        """Whether the process half has joined, so that other processes may hold the lock."""
+        return self._process is not None
+
     def is_held(self) -> bool:
         """Whether the calling thread holds the lock."""
         return self._thread._is_owned()  # type: ignore[attr-defined]
@@ -190,7 +197,7 @@ class StorageLock:
             )
         reason = self._refusal()
         if self._process is None:
-            reason = reason or "its lock was held by another thread for long, at the fork"
+            reason = reason or self._failure or "another thread held its lock for long at the fork"
         if reason is not None:
             raise RuntimeError(
                 f"A storage with generation tracking can't be used in a forked process: {reason}."
@@ -208,6 +215,11 @@ class StorageLock:
         return _arrive, (self.order, self._process)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if get_spawning_popen() is not None:
+            raise RuntimeError(
+                "A buffer with generation tracking can't be sent to another process inside of a "
+                "cloudpickled object, which would copy it. Pass it to the Process as an argument."
+            )
         return StorageLock, ()  # a copy of a storage is independent: it gets a lock of its own
 
     def __repr__(self) -> str:
@@ -303,16 +315,21 @@ class SemaphoreHalf:
         Raises:
             RuntimeError: if the process that holds it has died.
         """
+        nameless_since = time.monotonic()
         while True:
             left = HOLDER_PATIENCE if deadline is None else deadline - time.monotonic()
             if self._semaphore.acquire(True, max(0.0, min(left, HOLDER_PATIENCE))):
                 self._holder.view[0] = os.getpid()
                 return True
             holder = self._holder.view[0]
-            if holder and not _is_alive(holder):
+            if holder:
+                nameless_since = time.monotonic()
+            nameless = time.monotonic() - nameless_since > NAMELESS_PATIENCE
+            if nameless or (holder and not _is_alive(holder)):
                 raise RuntimeError(
-                    f"Process {holder} died while it held the lock of a storage with generation "
-                    "tracking, which this platform can't release. Restart from a checkpoint."
+                    f"Process {holder or 'unknown'} died while it held the lock of a storage with "
+                    "generation tracking, which this platform can't release. Restart from a "
+                    "checkpoint."
                 )
             if deadline is not None and time.monotonic() >= deadline:
                 return False
@@ -327,46 +344,57 @@ def _is_alive(pid: int) -> bool:
     if os.name == "nt":
         import ctypes
 
-        handle = ctypes.windll.kernel32.OpenProcess(0x1000, False, pid)  # type: ignore[attr-defined]
-        if handle:
-            ctypes.windll.kernel32.CloseHandle(handle)  # type: ignore[attr-defined]
-        return bool(handle)
+        kernel = ctypes.windll.kernel32  # type: ignore[attr-defined]
+        handle = kernel.OpenProcess(0x1000, False, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
+        code = ctypes.c_ulong(0)
+        kernel.GetExitCodeProcess(handle, ctypes.byref(code))
+        kernel.CloseHandle(handle)
+        return code.value == 259  # STILL_ACTIVE
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    try:  # a process that has ended and that nobody has waited for
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return True
 
 
 # ---------------------------------------------------------------------- forks
 
 _forking = threading.RLock()
-_taken_for_fork: set[int] = set()
+_taken_for_fork: list[StorageLock] = []  # strong: none may go before it is released
 
 
 def _before_fork() -> None:
     """Lets every lock's process half join, while no other thread is inside of the lock."""
     _forking.acquire()
-    for order, lock in sorted(_by_order.items()):
-        if lock._process is None and lock._thread.acquire(True, FORK_PATIENCE):
-            _taken_for_fork.add(order)
-            # What can't be shared stays as it is: a child is refused at its first use, and why.
-            with contextlib.suppress(RuntimeError):
-                lock.engage()
+    deadline = time.monotonic() + FORK_PATIENCE
+    for _, lock in sorted(_by_order.items()):
+        if lock._process is not None:  # the kernel keeps the child out
+            continue
+        if not lock._thread.acquire(True, max(0.0, deadline - time.monotonic())):
+            continue
+        _taken_for_fork.append(lock)
+        try:
+            lock.engage()
+        except (RuntimeError, OSError) as error:
+            # What can't be shared stays as it is: the child is told so at its first use.
+            lock._failure = str(error)
 
 
 def _after_fork_in_parent() -> None:
-    for order in _taken_for_fork:
-        _by_order[order]._thread.release()
-    _taken_for_fork.clear()
+    while _taken_for_fork:
+        _taken_for_fork.pop()._thread.release()
     _forking.release()
 
 
 def _after_fork_in_child() -> None:
     global _forking
-    for lock in _by_order.values():
+    for lock in list(_by_order.values()):
         # Only the forking thread goes on here; what others held, the parent's threads hold.
         inherited = lock._depth if lock.is_held() else 0
         lock._reset_thread_half()

@@ -59,7 +59,7 @@ class SharedState:
         self.ring_log = RingLog()
         self._storage = storage
         self._cells = Cells([0] * _NUM_CELLS)
-        self._all_cells = [self._cells, self.ring_log.cells]
+        self._writer_cells: list[Cells] = []
         self._share_at_first_write = False
         self.lineage = uuid4().hex
 
@@ -75,11 +75,13 @@ class SharedState:
     @property
     def lineage(self) -> str:
         """Random id of this history of writes, 32 hex digits, kept through restores and copies."""
-        return self._cells.view[LINEAGE : LINEAGE + 2].tobytes().hex()
+        return "".join(f"{part & (2**64 - 1):016x}" for part in self._cells.view[LINEAGE:LENGTH])
 
     @lineage.setter
     def lineage(self, lineage: str) -> None:
-        self._cells.view[LINEAGE : LINEAGE + 2] = memoryview(bytes.fromhex(lineage)).cast("l")
+        for position in range(2):
+            part = int(lineage[16 * position :][:16], 16)
+            self._cells.view[LINEAGE + position] = part - 2**64 if part >= 2**63 else part
 
     def install_cells(self) -> None:
         """Puts lock-free cells in place of the semaphores of the storage and its writers."""
@@ -101,7 +103,7 @@ class SharedState:
             cells = Cells([0] * len(_WRITER_VALUES))
             if self._stamps.is_shared():
                 cells.share()
-            self._all_cells.append(cells)
+            self._writer_cells.append(cells)
             for position, name in enumerate(_WRITER_VALUES):
                 self._replace(writer, name, cells, position)
 
@@ -136,6 +138,24 @@ class SharedState:
             self._share_at_first_write = True
             self.share_records()
 
+    def check_strategy(self) -> None:
+        """Refuses to be sent under another sharing strategy; see :meth:`Cells.check_strategy`."""
+        self._cells.check_strategy()
+
+    def join_first_write(self) -> None:
+        """Opens the records of a ``shared_init`` storage that another process has written first."""
+        storage = self._storage
+        first = getattr(storage, "_init_event", None)
+        if isinstance(first, FirstWrite) and first.is_set() and not storage.initialized:
+            storage._wait_for_init()
+
+    def forget_failed_first_write(self) -> None:
+        """Takes back what a first write claimed that did not end: length and every cursor."""
+        if self.first_write_failed():
+            self._storage._len = 0
+            for cells in self._writer_cells:
+                cells.view[0] = 0
+
     def share_records(self) -> None:
         """Moves the records into shared memory if :meth:`share` was called and there are some."""
         storage = self._storage
@@ -152,6 +172,7 @@ class SharedState:
         self._share_at_first_write = False
 
     def _share_counters(self) -> None:
+        self.install_cells()
         stamps = self._stamps
         if not isinstance(self._storage, TensorStorage):
             reason = f"a {type(self._storage).__name__} can't be shared"
@@ -165,8 +186,9 @@ class SharedState:
             if not stamps.is_shared():
                 _need_room(stamps.numel() * stamps.element_size(), "counters")
                 stamps.share_memory_()
-            for cells in self._all_cells:
+            for cells in (self._cells, self.ring_log.cells, *self._writer_cells):
                 cells.share()
+            self.check_strategy()
             return
         raise RuntimeError(
             f"share() needs a storage that several processes can use: {reason}. Use a "
@@ -193,7 +215,7 @@ class SharedState:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if get_spawning_popen() is None:  # a copy
-            state["_all_cells"] = [self._cells, self.ring_log.cells]
+            state["_writer_cells"] = []
             state["_copied"] = True
         else:  # the same table in another process
             with self.lock:

@@ -22,6 +22,7 @@ tensor([False,  True])
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from typing import Any
@@ -49,6 +50,15 @@ BASE_BITS = 48
 _attaching = threading.Lock()
 
 
+def _reset_in_child() -> None:
+    global _attaching
+    _attaching = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_in_child)
+
+
 class SlotGenerations(SharedState):
     """The generation counters of one storage, with the lock that guards them.
 
@@ -71,6 +81,7 @@ class SlotGenerations(SharedState):
         # nothing tells), and the stamps as restored, to tell a TorchRL writer's advances from ours.
         self.ran_on: torch.Tensor | None = None
         self._restored: torch.Tensor | None = None
+        self._restored_at: int = 0  # the base of then: another process may have restored since
         self._capacity: int = storage.max_size
         self._tree_slots: int = self._capacity
         self._fixed_size: bool = self._capacity <= EAGER_SLOTS
@@ -160,7 +171,7 @@ class SlotGenerations(SharedState):
                 inside = (local >= 0) & (local < length)
                 local = local.clamp(0, length - 1)
             found = stamps.take(local)
-            if self._restored is not None:
+            if self._restored is not None and self._restored_at == self.base:
                 found = self._raised_to_base(local, found, self._restored.take(local))
         if inside is None:  # as in every sample: three operations less
             return found
@@ -348,7 +359,7 @@ class SlotGenerations(SharedState):
                 self.retire()
             records = self._stamps_up_to(len(self._storage))[: len(self._storage)]
             records.masked_fill_(records < 0, 0 if never_written else self.base)
-            self._restored = stamps.clone()
+            self._remember_restored()
             self._note_unknown()
 
     def _fitting(self, saved: torch.Tensor | None) -> torch.Tensor | None:
@@ -428,7 +439,10 @@ class SlotGenerations(SharedState):
 
     def _begin_branch(self) -> None:
         self.base = self._new_base(self._stamps)
-        self._restored = self._stamps.clone()
+        self._remember_restored()
+
+    def _remember_restored(self) -> None:
+        self._restored, self._restored_at = self._stamps.clone(), self.base
 
     def __repr__(self) -> str:
         return (

@@ -156,6 +156,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             return self._stamp_late(super().write_at(index, data))
         put = super().write_at
         with table.lock:
+            table.forget_failed_first_write()
             length = len(self._storage)
             slots = slot_index(index, "write_at(): index").reshape(-1)
             table.advance(slots)
@@ -171,15 +172,14 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
     def _ring_write(self, table: SlotGenerations, rows: int) -> Iterator[int]:
         """Stamps the next ``rows`` slots of the ring, whose first it gives, around their write."""
         storage = self._storage
-        if table.first_write_failed():  # in a process that died: takes back what it had claimed
-            storage._len = 0
-            self._cursor = 0
+        table.forget_failed_first_write()
         start, length, capacity = self._cursor, len(storage), storage.max_size
         revision = storage._mutation_revision
         table.advance_ring(start, rows)
         try:
             yield start
         except BaseException:
+            table.forget_failed_first_write()
             slots = (torch.arange(min(rows, capacity)) + start) % capacity
             give_default_priority(storage, slots)
             raise
