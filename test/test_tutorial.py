@@ -25,10 +25,12 @@ pytest.importorskip("tqdm")
 
 SCRIPT = Path(__file__).parents[1] / "docs/source/tutorials/async_prioritized_dqn.py"
 
-# 24 steps of 8 frames late, less the one batch of 64 that the collector may be ahead: at least 128
-# frames come between a sample and its priorities. They go around 128 slots once, so that every
-# priority but those of the last 24 samples is stale, however the threads are scheduled.
+# 24 steps of 16 frames late, less the one batch of 64 that the collector may be ahead: at least 320
+# frames come between a sample and its priorities. They go around 128 slots twice, so that every
+# priority but those of the last 24 samples is stale, however the two sides are scheduled.
 SHORT = ("--frames", "1000", "--capacity", "128", "--delay", "24")
+STEPS = 1 + (1000 - 128) // 16
+IN_A_THREAD = (*SHORT, "--collector", "thread")
 
 
 @pytest.fixture
@@ -48,9 +50,10 @@ def tutorial(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     logging.getLogger("torchrl").setLevel(level)
 
 
-def test_only_the_raw_run_puts_priorities_on_other_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("collector", ["process", "thread"])
+def test_only_the_raw_run_puts_priorities_on_other_records(collector: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *SHORT, "--output", str(tmp_path)],
+        [sys.executable, SCRIPT, *SHORT, "--collector", collector, "--output", tmp_path],
         capture_output=True,
         text=True,
         timeout=120,
@@ -64,14 +67,14 @@ def test_only_the_raw_run_puts_priorities_on_other_records(tmp_path: Path) -> No
     assert list(counts) == ["raw", "conditional"]
 
     sent, applied, stale, misapplied = counts["conditional"]
-    assert sent == 110 * 128  # 1 + (1000 - 128) // 8 learner steps, 128 rows each
-    assert stale >= (110 - 24) * 128
+    assert sent == STEPS * 128
+    assert stale >= (STEPS - 24) * 128
     assert applied == sent - stale
     assert misapplied == 0
 
     sent, applied, stale, misapplied = counts["raw"]
-    assert sent == applied == 110 * 128
-    assert misapplied == stale >= (110 - 24) * 128
+    assert sent == applied == STEPS * 128
+    assert misapplied == stale >= (STEPS - 24) * 128
 
     assert (tmp_path / "async_prioritized_dqn.png").stat().st_size > 0
 
@@ -90,7 +93,7 @@ def test_exit_status_tells_when_the_conditional_run_misapplies(
 
     monkeypatch.setattr(tutorial, "TensorDictPrioritizedReplayBuffer", Careless)
 
-    assert tutorial.main([*SHORT, "--output", str(tmp_path)]) == 1
+    assert tutorial.main([*IN_A_THREAD, "--output", str(tmp_path)]) == 1
     assert "are on another record than their own" in capsys.readouterr().err
 
 
@@ -107,7 +110,7 @@ def test_exit_status_tells_when_a_live_record_is_refused(
 
     monkeypatch.setattr(tutorial, "TensorDictPrioritizedReplayBuffer", Timid)
 
-    options = ("--frames", "600", "--capacity", "512", "--delay", "0")
+    options = ("--frames", "600", "--capacity", "512", "--delay", "0", "--collector", "thread")
     assert tutorial.main([*options, "--output", str(tmp_path)]) == 1
     assert "live records were not written" in capsys.readouterr().err
 
@@ -115,19 +118,33 @@ def test_exit_status_tells_when_a_live_record_is_refused(
 def test_an_exception_of_the_collector_reaches_the_learner_and_leaves_no_thread(
     tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make_records = tutorial.ThreadCollector._make_records
+    make_records = tutorial.Writer._make_records
 
     def fail_later(self: Any, rollout: Any) -> Any:
         if self._next_id >= 640:
             raise OSError("the simulator is gone")
         return make_records(self, rollout)
 
-    monkeypatch.setattr(tutorial.ThreadCollector, "_make_records", fail_later)
+    monkeypatch.setattr(tutorial.Writer, "_make_records", fail_later)
 
     with pytest.raises(RuntimeError, match="collector failed") as raised:
-        tutorial.main([*SHORT, "--output", str(tmp_path)])
+        tutorial.main([*IN_A_THREAD, "--output", str(tmp_path)])
     assert isinstance(raised.value.__cause__, OSError)
     assert not [thread for thread in threading.enumerate() if thread.name == "collector"]
+
+
+def test_a_collector_process_that_is_killed_is_noticed(
+    tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = tutorial.CollectorSide.start
+
+    def start_and_kill(self: Any) -> None:
+        start(self)
+        self._side.kill()
+
+    monkeypatch.setattr(tutorial.CollectorSide, "start", start_and_kill)
+    with pytest.raises(RuntimeError, match="collector is gone"):
+        tutorial.main([*SHORT, "--output", str(tmp_path)])
 
 
 def test_an_interrupted_learner_stops_the_collector(
@@ -139,7 +156,7 @@ def test_an_interrupted_learner_stops_the_collector(
     monkeypatch.setattr(tutorial, "write_priorities", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
-        tutorial.main([*SHORT, "--output", str(tmp_path)])
+        tutorial.main([*IN_A_THREAD, "--output", str(tmp_path)])
     assert not [thread for thread in threading.enumerate() if thread.name == "collector"]
 
 
