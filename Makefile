@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml setup.py
 	@touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python docs/source/tutorials/async_prioritized_dqn.py
+	$(BIN)/python docs/source/tutorials/async_prioritized_dqn.py --output outputs
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
