@@ -7,22 +7,7 @@ from tensordict import TensorClass
 
 
 class PriorityUpdateResult(TensorClass["nocast"]):  # type: ignore[name-defined]
-    """Outcome of :meth:`ReplayBuffer.update_priority_if_present`.
-
-    Every record of the call is either updated or stale: ``num_updated + num_stale`` is the number
-    of handles that came in (see *Honest result* in the design notes).
-
-    Attributes:
-        updated_mask (torch.Tensor): bool, True exactly where the priority was written. One flag per
-            handle, in the order of the call: ``[N]`` for a batch of N handles, ``[]`` for a single
-            integer index. It lives on the device of the ``index`` that was passed.
-
-    Examples:
-        >>> import torch
-        >>> result = PriorityUpdateResult(updated_mask=torch.tensor([True, False, True]))
-        >>> result.num_updated, result.num_stale
-        (2, 1)
-    """
+    """Outcome of a conditional priority update; its documentation stands below."""
 
     updated_mask: torch.Tensor
 
@@ -35,3 +20,22 @@ class PriorityUpdateResult(TensorClass["nocast"]):  # type: ignore[name-defined]
     def num_stale(self) -> int:
         """Number of handles that were skipped because their record is gone."""
         return self.updated_mask.numel() - self.num_updated
+
+
+# Here, since a tensorclass gets its signature in the place of the docstring that it had.
+PriorityUpdateResult.__doc__ = """Outcome of :meth:`ReplayBuffer.update_priority_if_present`.
+
+    Every record of the call is either updated or stale: ``num_updated + num_stale`` is the number
+    of handles that came in (*Honest result* in the design notes).
+
+    Attributes:
+        updated_mask (torch.Tensor): bool, True exactly where the priority was written. One flag per
+            handle, in the order of the call: ``[N]`` for a batch of N handles, ``[]`` for a single
+            integer index. It lives on the device of the ``index`` that was passed.
+
+    Examples:
+        >>> import torch
+        >>> result = PriorityUpdateResult(updated_mask=torch.tensor([True, False, True]))
+        >>> result.num_updated, result.num_stale
+        (2, 1)
+    """
