@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from common import CAPACITY, PER, Thread, buffer, ids, leaves, stamps, td_buffer
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
 from torchrl.data.utils import CloudpickleWrapper
 
@@ -84,6 +84,58 @@ def test_a_childs_writes_make_the_learners_handles_stale(method, storage):
     assert rb[:]["id"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
     assert rb.write_count == 11
     assert rb.writer._cursor == 3
+
+
+PREPARED = {
+    "shared": lambda: TensorStorage(ids(range(CAPACITY)).share_memory_()),
+    "memmap": lambda: TensorStorage(ids(range(CAPACITY)).memmap_()),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_a_storage_of_shared_tensors_needs_no_share(method, prepared):
+    rb = learner(PREPARED[prepared](), 8)
+    held = rb.writer.generations_of(torch.arange(8))
+    with child(method, rewrite_three, rb):
+        pass
+    assert rb._table.is_live(torch.arange(8), held).tolist() == [False] * 3 + [True] * 5
+    assert rb[:]["id"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+
+
+def test_more_than_two_to_the_20_slots_are_shared_too():
+    slots = 2**20 + 100
+    rb = learner(LazyMemmapStorage(slots), 8)
+    rb.extend(ids(range(8)))
+    rb.writer._cursor = slots - 2
+    with child("fork", rewrite_three, rb):
+        pass
+    assert stamps(rb)[[slots - 2, slots - 1, 0, 1]].tolist() == [0, 0, 1, 0]
+    assert rb.writer._cursor == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_learner_may_restore_while_a_worker_writes(method):
+    rb = learner(LazyMemmapStorage(SLOTS))
+    rb.extend(ids(range(SLOTS)))
+    stop = multiprocessing.get_context(method).Event()
+    counts = {"applied": 0, "stale": 0, "misapplied": 0, "falsely_stale": 0}
+    saved: list = []
+    with child(method, write_until, rb, 10**9, stop):
+        try:
+            deadline = time.monotonic() + 60
+            while rb.write_count < SLOTS * 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for round_ in range(8):
+                saved.append(copy.deepcopy(rb.state_dict()))
+                for name, count in learn(rb, 0.1).items():
+                    counts[name] += count
+                rb.load_state_dict(saved[round_ // 2])
+        finally:
+            stop.set()
+    assert counts["applied"] > 0
+    assert counts["stale"] > 0
+    assert counts["misapplied"] == 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -75,6 +75,26 @@ def test_handles_from_before_a_checkpoint_work_where_it_is_resumed(storage, chec
     assert leaves(fresh) == [1, 2, 3, 4, 5, 0, 0, 0]
 
 
+def resume(path, held, pipe):
+    torch.set_num_threads(1)
+    rb = td_buffer(0)
+    rb.loads(path)
+    pipe.send((update(rb, held, torch.arange(1.0, 6.0)).num_updated, leaves(rb)))
+
+
+def test_handles_from_before_a_checkpoint_work_in_another_process(tmp_path):
+    rb = td_buffer(5)
+    rb.dumps(tmp_path / "dump")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    held = {name: tensor.tolist() for name, tensor in handles(rb, range(5)).items()}
+    process = context.Process(target=resume, args=(tmp_path / "dump", held, theirs), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    assert ours.recv() == (5, [1, 2, 3, 4, 5, 0, 0, 0])
+    process.join(30)
+
+
 def test_a_checkpoint_without_stamps(checkpoint):
     plain = torchrl.data.TensorDictPrioritizedReplayBuffer(
         **PER, storage=LazyTensorStorage(CAPACITY)
