@@ -63,6 +63,7 @@ def test_a_late_priority_reaches_its_own_record_or_none(make):
     assert isinstance(result, PriorityUpdateResult)
     assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
     assert (result.num_updated, result.num_stale) == (5, 3)
+    assert result.batch_size == (8,)
     assert leaves(rb) == [8, 8, 8, 103, 104, 105, 106, 107]
     assert rb.sampler.default_priority == 107
 
@@ -80,6 +81,12 @@ def test_a_list_without_maximum_takes_conditional_updates_up_to_its_trees_size()
     assert rb.writer._cursor == 18
     rb.extend([0, 1])
     assert leaves(rb)[18:] == [18, 18]
+
+
+@pytest.mark.parametrize("name", ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"])
+def test_a_tree_for_a_list_without_maximum_is_refused_instead_of_built_for_ever(name):
+    with pytest.raises(ValueError, match="needs a storage with a max_size"):
+        getattr(generations, name)(**PER, storage=ListStorage())
 
 
 def test_a_sampler_with_too_few_leaves_is_refused_at_construction():

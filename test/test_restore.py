@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import multiprocessing
 import os
 import pickle
 import signal
 import time
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -479,3 +481,14 @@ def test_an_untracked_buffer_copies_as_torchrls_does():
         copied.extend(torch.arange(100, 103))
         assert rb[:].tolist() == list(range(8))
         assert copied[:].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
+
+
+def test_the_files_of_a_copy_go_with_it():
+    rb = td_buffer(storage=LazyMemmapStorage(CAPACITY))
+    copied = copy.deepcopy(rb)
+    folder = Path(copied.storage.scratch_dir)
+    assert (folder / "id.memmap").exists()
+    del copied
+    gc.collect()
+    assert not folder.exists()
+    assert rb[:]["id"].tolist() == list(range(8))

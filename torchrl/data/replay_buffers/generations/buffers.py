@@ -126,6 +126,18 @@ class ConditionalPriorityUpdates(_Buffer):
         self._writer_argument = writer
         if isinstance(writer, Writer):
             self._check_tracks(writer)
+        storage = kwargs.get("storage")
+        if (
+            isinstance(self, _WITH_OWN_TREE)
+            and isinstance(storage, Storage)
+            and storage.max_size == torch.iinfo(torch.int64).max
+            and kwargs.get("sampler") is None
+        ):
+            raise ValueError(
+                f"{type(self).__name__} needs a storage with a max_size, for which it can build a "
+                f"priority tree: got a {type(storage).__name__} without one. Give it one, or build "
+                "a ReplayBuffer with sampler=PrioritizedSampler(max_capacity, ...)."
+            )
         super().__init__(*args, **kwargs)
 
     # ------------------------------------------------------------------ the table and its lock
@@ -357,6 +369,10 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
+        plain = type(self._writer) in (RoundRobinWriter, TensorDictRoundRobinWriter)
+        if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
+            # Stamps and data are one step inside of the call, and no priority follows them.
+            return write()
         with self._locked() as table:
             advances = table.num_advances
             self._writes_under_way += 1
@@ -500,7 +516,8 @@ class ConditionalPriorityUpdates(_Buffer):
                         kept = kept.to(values.device)
                         values, leaves = values[kept], leaves[kept]
                 write_priority(sampler, slots, values, leaves, self._storage)
-        return PriorityUpdateResult(updated_mask=live.reshape(mask_shape).to(device))
+        mask = live.reshape(mask_shape).to(device)
+        return PriorityUpdateResult(updated_mask=mask, batch_size=mask_shape)
 
     @_maybe_delay_init
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> PriorityUpdateResult:
@@ -1063,6 +1080,12 @@ class TensorDictPrioritizedReplayBuffer(
         (0, 4)
     """
 
+
+# TorchRL's classes that make a priority tree as large as the storage.
+_WITH_OWN_TREE = (
+    torchrl_buffers.PrioritizedReplayBuffer,
+    torchrl_buffers.TensorDictPrioritizedReplayBuffer,
+)
 
 _ENABLE_TRACKING = (
     "Build the buffer with track_generations=True, or pass "

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -259,6 +261,11 @@ def _need_room(size: int, what: str) -> None:
             )
 
 
+def _remove_own(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends, too
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def copied_records(storage: Storage, memo: dict[int, Any]) -> Iterator[None]:
     """Lets a deepcopy with ``memo`` find the records of memory-mapped files copied into memory.
@@ -280,6 +287,8 @@ def own_files(storage: Storage) -> None:
     if isinstance(storage, LazyMemmapStorage) or getattr(storage, "shared_init", False):
         folder = tempfile.mkdtemp(prefix="torchrl_storage_copy_")
         storage.scratch_dir = folder
+        storage._auto_cleanup = False  # TorchRL's knows no copies, nor who made the folder
+        weakref.finalize(storage, _remove_own, folder, os.getpid())
         if hasattr(storage, "_init_directory"):
             storage._init_directory = folder
         records = storage._storage

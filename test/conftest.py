@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files_go_with_the_run(tmp_path_factory):
+    """TorchRL leaves the folders of ``shared_init`` storages behind: pytest clears this one."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    yield
+    tempfile.tempdir = before[1]
+    if before[0] is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before[0]
