@@ -628,17 +628,20 @@ class ConditionalPriorityUpdates(_Buffer):
                         self._seen[new] = stamps[new]
 
     def _catch_up_prioritized_sampler(self) -> None:
+        # TorchRL catches up before it takes the lock, and a record could come in between.
         if self._table is None:
             super()._catch_up_prioritized_sampler()
-        else:
-            self._catch_up()
 
-    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        if self._table is None or self._learner_sampler is None:
-            return super()._sample(batch_size)
-        # TorchRL catches up before it takes the lock: a record could come in between.
-        with self._locked():
-            return super()._sample(batch_size)
+    @property
+    def prioritized_sampler(self) -> Sampler:
+        """The sampler that owns the priority tree.
+
+        Under the lock of the table, where TorchRL's methods read it, it has caught up.
+        """
+        table = self._table
+        if table is not None and table.lock.is_held():
+            self._catch_up()
+        return super().prioritized_sampler
 
     # ------------------------------------------------------------------ state and parts
 

@@ -164,6 +164,11 @@ class StorageLock:
         return self._thread._is_owned()  # type: ignore[attr-defined]
 
     def __enter__(self) -> bool:
+        self._thread.acquire()
+        if self._depth:  # the short way in: a write enters half a dozen times
+            self._depth += 1
+            return True
+        self._thread.release()
         return self.acquire()
 
     def __exit__(
@@ -172,7 +177,11 @@ class StorageLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.release()
+        if self._depth > 1 and not self._inherited:  # a with block: this thread holds it
+            self._depth -= 1
+            self._thread.release()
+        else:
+            self.release()
 
     # ------------------------------------------------------------------ the process half
 
