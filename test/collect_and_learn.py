@@ -21,6 +21,7 @@ from torchrl.modules import RandomPolicy
 
 SLOTS = 256
 LATE = 4
+PATIENCE = 30
 STORAGES = {"memmap": LazyMemmapStorage, "tensor": LazyTensorStorage}
 
 
@@ -54,7 +55,11 @@ def main(method: str, storage: str, shared_init: str, seconds: str) -> None:
         while rb.write_count < SLOTS and time.monotonic() < deadline:
             time.sleep(0.05)
         deadline = time.monotonic() + float(seconds)
-        while time.monotonic() < deadline:
+        at_last = deadline + PATIENCE
+        # On a busy machine a second may be too short for the collectors to come around.
+        while time.monotonic() < deadline or (
+            time.monotonic() < at_last and not (counts["applied"] and counts["stale"])
+        ):
             batches.append(rb.sample())
             time.sleep(0.01)  # the learner's own work
             if len(batches) <= LATE:

@@ -25,6 +25,7 @@ from torchrl.data.utils import CloudpickleWrapper
 
 SLOTS = 64
 LATE = 4  # batches between a sample and its update
+PATIENCE = 30
 METHODS = ["spawn", "fork"]
 
 
@@ -184,7 +185,12 @@ def learn(rb, seconds, conditional=True):
     counts = {"applied": 0, "misapplied": 0, "stale": 0, "falsely_stale": 0}
     batches: deque = deque()
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    at_last = deadline + PATIENCE
+    # On a busy machine a second may be too short for the writers to come around.
+    seen = ("applied", "stale") if conditional else ("misapplied",)
+    while time.monotonic() < deadline or (
+        time.monotonic() < at_last and not all(counts[name] for name in seen)
+    ):
         batches.append(rb.sample())
         if len(batches) <= LATE:
             continue
