@@ -303,6 +303,19 @@ def test_a_damaged_file_is_refused_and_nothing_has_changed(damage, name, tmp_pat
     unchanged(rb, lambda: rb.loads(tmp_path / "dump"), RuntimeError, match)
 
 
+@pytest.mark.parametrize(
+    "name", ["storage/storage_metadata.json", "writer/metadata.json", "buffer_metadata.json"]
+)
+def test_metadata_that_is_garbled_is_refused_and_nothing_has_changed(name, tmp_path):
+    rb = td_buffer()
+    rb.dumps(tmp_path / "dump")
+    file = tmp_path / "dump" / name
+    file.write_text("?" * file.stat().st_size)
+    rb.extend(ids(range(100, 108)))
+    match = "is not whole: " + name.replace("/", ".") + " is no JSON"
+    unchanged(rb, lambda: rb.loads(tmp_path / "dump"), RuntimeError, match)
+
+
 def test_a_folder_without_a_dump_is_refused_and_nothing_has_changed(tmp_path):
     rb = td_buffer()
     unchanged(rb, lambda: rb.loads(tmp_path), FileNotFoundError, "no whole dump")

@@ -71,7 +71,8 @@ def check(place: Path) -> None:
 
     Raises:
         FileNotFoundError: if there is no dump.
-        RuntimeError: if a file is missing or has another size than when it was dumped.
+        RuntimeError: if a file is missing, has another size than when it was dumped, or is no JSON
+            where it must be.
     """
     for part in _PARTS:
         if not (place / part).exists():
@@ -84,6 +85,13 @@ def check(place: Path) -> None:
                 f"The dump in {place} is not whole: {name} had {size} bytes and has "
                 f"{'gone' if found is None else found}."
             )
+    for file in [place / "buffer_metadata.json", *place.glob("*/*.json")]:
+        try:
+            json.loads(file.read_text())
+        except ValueError as error:
+            raise RuntimeError(
+                f"The dump in {place} is not whole: {file.relative_to(place)} is no JSON ({error})."
+            ) from error
 
 
 def _listed(place: Path) -> dict[str, int]:
