@@ -65,6 +65,16 @@ def write_first(rb, go):
 PRIORITY = [500.0, 500.0, 500.0, 20.0, 21.0, 22.0, 23.0, 24.0]
 
 
+def assert_only_the_first_three_are_stale(rb, generation):
+    result = rb.update_priority_if_present(
+        index=torch.arange(8), generation=generation, priority=PRIORITY
+    )
+    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+    rb.sample()
+    assert leaves(rb)[3:] == [20, 21, 22, 23, 24]
+    assert max(leaves(rb)) == 24
+
+
 @pytest.mark.parametrize("method", [*METHODS, "forkserver"])
 @pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
 def test_a_childs_writes_make_the_learners_handles_stale(method, storage):
@@ -75,13 +85,7 @@ def test_a_childs_writes_make_the_learners_handles_stale(method, storage):
     generation = rb.writer.generations_of(torch.arange(8))
     with child(method, rewrite_three, rb):
         pass
-    result = rb.update_priority_if_present(
-        index=torch.arange(8), generation=generation, priority=PRIORITY
-    )
-    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
-    rb.sample()
-    assert leaves(rb)[3:] == [20, 21, 22, 23, 24]
-    assert max(leaves(rb)) == 24
+    assert_only_the_first_three_are_stale(rb, generation)
     assert rb[:]["id"].tolist() == [100, 101, 102, 3, 4, 5, 6, 7]
     assert rb.write_count == 11
     assert rb.writer._cursor == 3
@@ -152,13 +156,7 @@ def test_the_same_when_the_child_makes_the_storages_first_write(method, storage)
         generation = rb.writer.generations_of(torch.arange(8))
         assert generation.tolist() == [0] * 8
         go.set()
-    result = rb.update_priority_if_present(
-        index=torch.arange(8), generation=generation, priority=PRIORITY
-    )
-    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
-    rb.sample()
-    assert leaves(rb)[3:] == [20, 21, 22, 23, 24]
-    assert max(leaves(rb)) == 24
+    assert_only_the_first_three_are_stale(rb, generation)
 
 
 # ------------------------------------------------------------------ all at once

@@ -43,7 +43,7 @@ from .checks import (
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
-from .sharing import copied_records, own_files
+from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .writers import (
     GENERATION_KEY,
@@ -716,9 +716,9 @@ class ConditionalPriorityUpdates(_Buffer):
         check_dump_fits(self._storage, self._sampler, path)
         file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
-        if isinstance(self._sampler, PrioritizedSampler):
-            self._sampler._max_priority = None  # else TorchRL casts the saved one to its dtype
         with self._restoring(table):
+            if isinstance(self._sampler, PrioritizedSampler):
+                self._sampler._max_priority = None  # else TorchRL casts the saved one to its dtype
             super().loads(path)
             self._load_learner_state(ours.get("learner"))
             if ours.get("in_place"):
@@ -814,8 +814,8 @@ class ConditionalPriorityUpdates(_Buffer):
             state = self._torchrl_state()
             state.pop("_stock_write_lock", None)  # its semaphore; share() makes another
             memo: dict[int, Any] = {id(entity): None for entity in self._storage._attached_entities}
-            with copied_records(self._storage, memo):
-                state = copy.deepcopy(state, memo)
+            copy_records(self._storage, memo)
+            state = copy.deepcopy(state, memo)
         state["_storage"]._attached_entities_list = []  # they stay behind
         return state
 

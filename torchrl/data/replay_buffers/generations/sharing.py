@@ -7,12 +7,10 @@ went on with a copy of the counters would make every handle a lie.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any
@@ -266,8 +264,7 @@ def _remove_own(folder: str, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def copied_records(storage: Storage, memo: dict[int, Any]) -> Iterator[None]:
+def copy_records(storage: Storage, memo: dict[int, Any]) -> None:
     """Lets a deepcopy with ``memo`` find the records of memory-mapped files copied into memory.
 
     TorchRL copies no such storage: the files are the storage's own. :func:`own_files` makes the
@@ -279,7 +276,6 @@ def copied_records(storage: Storage, memo: dict[int, Any]) -> Iterator[None]:
             memo[id(records)] = records.clone()
         elif isinstance(records, MemoryMappedTensor):
             memo[id(records)] = torch.empty(records.shape, dtype=records.dtype).copy_(records)
-    yield
 
 
 def own_files(storage: Storage) -> None:
