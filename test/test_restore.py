@@ -316,6 +316,18 @@ def test_metadata_that_is_garbled_is_refused_and_nothing_has_changed(name, tmp_p
     unchanged(rb, lambda: rb.loads(tmp_path / "dump"), RuntimeError, match)
 
 
+def test_garbled_files_that_are_not_the_dumps_own_do_not_matter(tmp_path):
+    rb = td_buffer()
+    rb.dumps(tmp_path / "dump")
+    for folder in (dumps_module._INCOMING, "storage", "notes"):  # the first: killed while it dumped
+        (tmp_path / "dump" / folder).mkdir(exist_ok=True)
+        (tmp_path / "dump" / folder / "notes.json").write_text("?")
+    (tmp_path / "dump" / dumps_module._INCOMING / "buffer_metadata.json").touch()
+    loaded = td_buffer(0)
+    loaded.loads(tmp_path / "dump")
+    assert loaded[:]["id"].tolist() == list(range(CAPACITY))
+
+
 def test_a_folder_without_a_dump_is_refused_and_nothing_has_changed(tmp_path):
     rb = td_buffer()
     unchanged(rb, lambda: rb.loads(tmp_path), FileNotFoundError, "no whole dump")

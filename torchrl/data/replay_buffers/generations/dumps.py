@@ -77,7 +77,8 @@ def check(place: Path) -> None:
     for part in _PARTS:
         if not (place / part).exists():
             raise FileNotFoundError(f"There is no whole dump in {place}: {part} is missing.")
-    for name, size in _listed(place).items():
+    listed = _listed(place)
+    for name, size in listed.items():
         file = place / name
         found = file.stat().st_size if file.exists() else None
         if found != size:
@@ -85,12 +86,15 @@ def check(place: Path) -> None:
                 f"The dump in {place} is not whole: {name} had {size} bytes and has "
                 f"{'gone' if found is None else found}."
             )
-    for file in [place / "buffer_metadata.json", *place.glob("*/*.json")]:
+    # Only the dump's own files: there may be others, and what an interrupted dump left behind.
+    for name in listed or ["buffer_metadata.json", *_below(place, "[!.]*/*.json")]:
+        if not name.endswith(".json"):
+            continue
         try:
-            json.loads(file.read_text())
+            json.loads((place / name).read_text())
         except ValueError as error:
             raise RuntimeError(
-                f"The dump in {place} is not whole: {file.relative_to(place)} is no JSON ({error})."
+                f"The dump in {place} is not whole: {name} is no JSON ({error})."
             ) from error
 
 
@@ -100,4 +104,8 @@ def _listed(place: Path) -> dict[str, int]:
 
 
 def _files(folder: Path) -> list[str]:
-    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if not file.is_dir())
+    return [name for name in _below(folder, "**/*") if not (folder / name).is_dir()]
+
+
+def _below(folder: Path, pattern: str) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.glob(pattern))
