@@ -6,6 +6,7 @@ how far the machine can be trusted) take turns round by round, and medians are c
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -33,9 +34,10 @@ def one_torch_thread():
 def alternate(*sides: Callable[[], object]) -> list[float]:
     """Median seconds per call of each side, the sides taking turns."""
     times: list[list[float]] = [[] for _ in sides]
-    for round_ in range(ROUNDS + ROUNDS // 10):
-        for side in range(len(sides)):
-            side = (side + round_) % len(sides)  # nobody always runs after the same neighbour
+    order = random.Random(0)
+    for _ in range(ROUNDS + ROUNDS // 10):
+        # Nobody always runs after the same neighbour, who leaves his data in the caches.
+        for side in order.sample(range(len(sides)), len(sides)):
             start = perf_counter()
             sides[side]()
             times[side].append(perf_counter() - start)

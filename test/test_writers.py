@@ -4,8 +4,10 @@ import pytest
 import torch
 import torchrl.data
 from common import CAPACITY, STORAGES, Thread, buffer, handles, ids, leaves, stamps, td_buffer
-from tensordict import TensorDict, tensorclass
+from tensordict import TensorDict, lazy_stack, tensorclass
+from torch.utils._pytree import tree_leaves
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage
+from torchrl.data.replay_buffers import generations
 from torchrl.data.replay_buffers.generations import (
     ReplayBuffer,
     RoundRobinWriter,
@@ -255,6 +257,49 @@ def test_a_writer_registered_on_a_tracked_storage_keeps_the_table_that_is_there(
     assert rb._table.is_live(**held).all()
 
 
+def records(form, rows):
+    """The same records, in each form that a buffer takes."""
+    plain = [ids([row], x=torch.full((1, 2), float(row)))[0] for row in rows]
+    stacked = torch.stack([item.clone() for item in plain])
+    return {
+        "tensordict": lambda: stacked,
+        "tensorclass": lambda: Record(id=stacked["id"], batch_size=[len(plain)]),
+        "lazy_stack": lambda: lazy_stack(plain),
+        "list": lambda: plain,
+        "tensor": lambda: stacked["id"],
+        "dict": lambda: {"a": stacked["id"], "b": (stacked["x"],)},
+    }[form]()
+
+
+@pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
+@pytest.mark.parametrize(
+    "form", ["tensordict", "tensorclass", "lazy_stack", "list", "tensor", "dict"]
+)
+def test_records_lie_as_torchrls_writer_puts_them(form, storage):
+    """Its writer indexes the storage row by row, ours writes a range as a slice."""
+    kind = "TensorDict" if form in ("tensordict", "lazy_stack") else ""
+    ours = getattr(generations, kind + "ReplayBuffer")(
+        storage=storage(CAPACITY), track_generations=True, batch_size=2
+    )
+    stock = getattr(torchrl.data, kind + "ReplayBuffer")(storage=storage(CAPACITY), batch_size=2)
+    first = 0
+    for rows in (1, 3, 4, 2, 5, 8):  # to the end of the ring, from its start, across its end
+        given = [records(form, range(first, first + rows)) for _ in range(2)]
+        index = [rb.extend(data).tolist() for rb, data in zip((ours, stock), given, strict=True)]
+        first += rows
+        assert index[0] == index[1]
+        assert str(given[0]) == str(given[1])  # what it writes into the caller's records
+        ours_leaves, stock_leaves = (tree_leaves(rb[:]) for rb in (ours, stock))
+        if kind or form in ("tensorclass", "list"):
+            ours_leaves, stock_leaves = (rb[:].to_dict() for rb in (ours, stock))
+        assert str(ours_leaves) == str(stock_leaves)
+        for name in ("_len", "_last_cursor_index"):
+            assert getattr(ours.storage, name) == getattr(stock.storage, name)
+        assert ours.storage._last_cursor.tolist() == stock.storage._last_cursor.tolist()
+        assert ours.writer._cursor == stock.writer._cursor
+        assert ours.write_count == stock.write_count == first
+
+
 def test_last_rows_are_those_that_no_later_row_repeats():
     assert last_rows(torch.tensor([5, 1, 5, 2, 1])).tolist() == [False, False, True, True, True]
     assert last_rows(torch.arange(0)).tolist() == []
@@ -273,3 +318,6 @@ def test_its_private_torchrl_names_are_there():
         "_empty",
     ):
         assert hasattr(stock, name), name
+    storage = LazyTensorStorage(2)
+    for name in ("_last_cursor", "_mutation_revision", "_compilable"):
+        assert hasattr(storage, name), name

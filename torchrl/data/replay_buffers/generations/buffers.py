@@ -38,13 +38,13 @@ from .checks import (
     check_fits,
     checked_handles,
     checked_priority,
-    write_priority,
 )
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
+from .tree import keeps_default, write_default, write_priority
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -168,16 +168,24 @@ class ConditionalPriorityUpdates(_Buffer):
     def _replay_lock(self, lock: Any) -> None:
         self._stock_replay_lock = lock
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[SlotGenerations]:
-        """Holds the lock of the storage's table, whichever storage that is when it is free."""
+    def _hold(self) -> SlotGenerations:
+        """Takes the lock of the storage's table, whichever storage that is when it is free."""
         while True:
             table = self._table
             assert table is not None  # a tracked buffer stays one
-            with table.lock:
-                if self._table is table:  # else set_storage() came in between
-                    yield table
-                    return
+            table.lock.__enter__()
+            if self._table is table:  # else set_storage() came in between
+                return table
+            table.lock.release()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[SlotGenerations]:
+        """The same as a context."""
+        table = self._hold()
+        try:
+            yield table
+        finally:
+            table.lock.release()
 
     @contextlib.contextmanager
     def _settled(self, *tables: SlotGenerations | None) -> Iterator[None]:
@@ -301,8 +309,13 @@ class ConditionalPriorityUpdates(_Buffer):
 
     def mark_update(self, index: Any) -> None:
         """Gives records the default priority; writers on the storage call it."""
-        if "_sampler" in self.__dict__:  # else another thread still builds the buffer
+        sampler = self.__dict__.get("_sampler")
+        if sampler is None:  # another thread still builds the buffer
+            return
+        if self._table is None:
             super().mark_update(index)
+        else:
+            write_default(sampler, index, self._storage)
 
     # ------------------------------------------------------------------ writing records
 
@@ -373,7 +386,8 @@ class ConditionalPriorityUpdates(_Buffer):
         if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
             # Stamps and data are one step inside of the call, and no priority follows them.
             return write()
-        with self._locked() as table:
+        table = self._hold()
+        try:
             advances = table.num_advances
             self._writes_under_way += 1
             try:
@@ -393,6 +407,8 @@ class ConditionalPriorityUpdates(_Buffer):
             if return_generation:
                 return index, row_generations(table, -1 if index is None else index)
             return index
+        finally:
+            table.lock.release()
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -496,28 +512,35 @@ class ConditionalPriorityUpdates(_Buffer):
             >>> result.num_updated, result.num_stale
             (2, 2)
         """
-        self._conditional_parts("update_priority_if_present")
-        with self._locked():
-            table, sampler = self._conditional_parts("update_priority_if_present")
+        name = "update_priority_if_present"
+        if self._table is None:
+            self._conditional_parts(name)  # which raises
+        held = self._hold()
+        try:
+            table, sampler = self._conditional_parts(name)
             slots, taken, mask_shape, device = checked_handles(index, generation)
-            rows = slots.numel()
-            values, leaves = checked_priority(priority, rows, sampler)
-            self._catch_up()
-            live = table.is_live(slots, taken)
-            kept = live
+            values, highest = checked_priority(priority, slots.numel(), sampler)
+            ahead = self._may_write_ahead(table, sampler, highest)
+            if not ahead:
+                self._catch_up()
+            live = kept = table.live(slots, taken)
             if values.device.type != "cpu":  # a parallel scatter has no last row
-                kept = kept.clone()
+                kept = live.clone()
                 kept[live] = last_rows(slots[live])
-            num_kept = int(kept.count_nonzero())
-            if num_kept:
-                if num_kept < rows:
-                    slots = slots[kept]
-                    if values.ndim:
-                        kept = kept.to(values.device)
-                        values, leaves = values[kept], leaves[kept]
-                write_priority(sampler, slots, values, leaves, self._storage)
-        mask = live.reshape(mask_shape).to(device)
-        return PriorityUpdateResult(updated_mask=mask, batch_size=mask_shape)
+            if not kept.all().item():
+                rows = kept.nonzero()[:, 0]
+                slots = slots[rows]
+                if values.ndim and rows.numel():
+                    values = values[rows.to(values.device)]
+            if slots.numel():
+                write_priority(sampler, slots, values, highest, self._storage)
+                if ahead and self._seen is not None:  # else they would be taken for unseen
+                    self._seen[slots] = table.stamps[slots]
+        finally:
+            held.lock.release()
+        if mask_shape != live.shape or live.device != device:
+            live = live.reshape(mask_shape).to(device)
+        return PriorityUpdateResult.of(live)
 
     @_maybe_delay_init
     def update_tensordict_priority_if_present(self, data: TensorDictBase) -> PriorityUpdateResult:
@@ -600,11 +623,10 @@ class ConditionalPriorityUpdates(_Buffer):
         sampler = self._learner_sampler
         if table is None or sampler is None:
             return
-        stamps, length, revision = (
-            table.stamps,
-            len(self._storage),
-            self._storage._mutation_revision,
-        )
+        revision, end = self._storage._mutation_revision, table.ring_log.end
+        if (end, revision) == self._seen_until and self._seen is not None:
+            return
+        stamps, length, capacity = table.stamps, len(self._storage), self._storage.max_size
         known = 0 if self._seen is None else self._seen.numel()
         ranges = None
         if self._seen is None or known < stamps.numel():
@@ -613,19 +635,32 @@ class ConditionalPriorityUpdates(_Buffer):
                 seen[:known] = self._seen
             self._seen = seen
         else:
-            ranges = table.ring_log.ranges_since(*self._seen_until, revision)
+            ranges = table.ring_log.ranges_since(*self._seen_until, revision, capacity)
         if ranges is None or sum(count for _, count in ranges) > length // 2:
             ranges = [(0, length)]
-        self._seen_until = (table.ring_log.end, revision)
-        capacity = self._storage.max_size
+        self._seen_until = (end, revision)
         for start, count in ranges:
             over = start + count - capacity
-            for begin, end in ((start, min(start + count, length)), (0, over)):
-                if begin < end:
-                    new = (stamps[begin:end] != self._seen[begin:end]).nonzero()[:, 0] + begin
+            for begin, stop in ((start, min(start + count, length)), (0, over)):
+                if begin < stop:
+                    new = (stamps[begin:stop] != self._seen[begin:stop]).nonzero()[:, 0] + begin
                     if new.numel():
-                        sampler.mark_update(new, storage=self._storage)
+                        write_default(sampler, new, self._storage)
                         self._seen[new] = stamps[new]
+
+    def _may_write_ahead(
+        self, table: SlotGenerations, sampler: PrioritizedSampler, highest: float
+    ) -> bool:
+        """Whether a learner may write priorities up to ``highest`` before it catches up.
+
+        It may where the records that it has not seen get the same default priority afterwards.
+        """
+        return (
+            self._learner_sampler is not None
+            and self._seen is not None
+            and self._seen.numel() == table.stamps.numel()
+            and keeps_default(sampler, highest)
+        )
 
     def _catch_up_prioritized_sampler(self) -> None:
         # TorchRL catches up before it takes the lock, and a record could come in between.

@@ -7,12 +7,17 @@ the same interface and no semaphore: the table's lock guards them, and the kerne
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
+
+if TYPE_CHECKING:
+    from .lock import StorageLock
+
+_HELD = nullcontext()
 
 
 class Cells:
@@ -79,10 +84,10 @@ class Cell:
     Args:
         cells (Cells): the numbers.
         position (int): which of them.
-        lock: what guards it, returned by :meth:`get_lock`.
+        lock (StorageLock): what guards it.
     """
 
-    def __init__(self, cells: Cells, position: int, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, cells: Cells, position: int, lock: StorageLock) -> None:
         self._cells = cells
         self._position = position
         self._lock = lock
@@ -97,5 +102,5 @@ class Cell:
         self._cells.view[self._position] = value
 
     def get_lock(self) -> AbstractContextManager[Any]:
-        """Returns the lock that guards the number."""
-        return self._lock
+        """Returns the lock that guards the number; nothing to take for the thread that holds it."""
+        return _HELD if self._lock.is_held() else self._lock

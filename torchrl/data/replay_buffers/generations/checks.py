@@ -37,8 +37,10 @@ def checked_handles(
 
 def _first_of_row(values: torch.Tensor, name: str) -> torch.Tensor:
     """Drops trailing dimensions, along which a row must repeat one value: int64 ``[N]``."""
-    if values.ndim < 2:
-        return values.reshape(-1)
+    if values.ndim == 1:
+        return values
+    if not values.ndim:
+        return values.reshape(1)
     rows = values.reshape(values.shape[0], values[0].numel() if values.shape[0] else 1)
     if not rows.shape[1] or not bool((rows == rows[:, :1]).all()):
         raise ValueError(
@@ -51,8 +53,8 @@ def _first_of_row(values: torch.Tensor, name: str) -> torch.Tensor:
 
 def checked_priority(
     priority: Any, rows: int, sampler: PrioritizedSampler
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns priorities and leaves in the sampler's dtype and on its device.
+) -> tuple[torch.Tensor, float]:
+    """Returns priorities in the sampler's dtype and on its device, and the largest of them.
 
     A leaf of the tree is ``(p + eps) ** alpha``; every sum of leaves must stay a finite number.
 
@@ -62,10 +64,13 @@ def checked_priority(
         sampler (PrioritizedSampler): the sampler that will hold them.
 
     Returns:
-        Both ``[rows]``, or ``[]`` where one priority was given for all.
+        ``[rows]``, or ``[]`` where one priority was given for all; and 0.0 for no rows.
     """
-    given = _numbers(priority)
-    values = given.detach().to(device=sampler.device, dtype=sampler.dtype)
+    given = values = _numbers(priority)
+    device = sampler.device
+    if values.dtype is not sampler.dtype or values.requires_grad or values.device != device:
+        values = values.detach().to(device=device, dtype=sampler.dtype)
+    highest = 0.0
     if values.numel() == 1:
         values = values.reshape(())
     elif values.ndim and values.shape[0] == rows:
@@ -78,55 +83,45 @@ def checked_priority(
             "update_priority_if_present() needs one priority per record, or one for all: got "
             f"priority of shape {tuple(given.shape)} for {rows} records."
         )
-    leaves = (values + sampler._eps).pow(sampler._alpha)
     if values.numel():
-        largest = torch.finfo(sampler.dtype).max / sampler.max_size
-        lowest, highest = map(float, torch.aminmax(values))
-        low_leaf, high_leaf = map(float, torch.aminmax(leaves))
+        low, high = torch.aminmax(values)
+        lowest, highest = low.item(), high.item()
         # Any NaN gives NaN, for which no comparison holds.
-        if not (lowest >= 0 and highest < torch.inf and low_leaf > 0 and high_leaf <= largest):
+        if not (lowest >= 0 and highest < torch.inf and _fits(lowest, highest, sampler)):
+            largest = torch.finfo(sampler.dtype).max / sampler.max_size
+            leaves = (values + sampler._eps).pow(sampler._alpha)
             fits = (values >= 0) & values.isfinite() & (leaves > 0) & (leaves <= largest)
             rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
             _refuse_first(given, fits, rule)
-    return values, leaves
+    return values, highest
 
 
-def write_priority(
-    sampler: PrioritizedSampler,
-    slots: torch.Tensor,
-    priority: torch.Tensor,
-    leaves: torch.Tensor,
-    storage: Storage,
-) -> None:
-    """Writes priorities and leaves that :func:`checked_priority` returned into the tree.
+# Of the dtypes that a tree can have: the largest number, and twice the smallest normal one.
+_LIMITS = {
+    dtype: (torch.finfo(dtype).max, 2 * torch.finfo(dtype).tiny)
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+}
 
-    What ``sampler.update_priority`` does, less the checks that are done; where a sampler does
-    something of its own there, it is called.
 
-    Args:
-        sampler (PrioritizedSampler): the sampler.
-        slots (torch.Tensor): int64 ``[rows]``, each below the capacity of the tree.
-        priority (torch.Tensor): ``[rows]`` or ``[]``.
-        leaves (torch.Tensor): the same shape.
-        storage (Storage): the storage of the slots.
+def _fits(lowest: float, highest: float, sampler: PrioritizedSampler) -> bool:
+    """Whether the leaves of these priorities, and so all between, are well inside of the range.
+
+    Close to its ends the rounding of the sampler's dtype decides, so there they are computed.
     """
-    method = getattr(sampler.update_priority, "__func__", None)
-    if (
-        method is not PrioritizedSampler.update_priority
-        or sampler._max_priority_within_buffer
-        or leaves.device.type != "cpu"
-    ):
-        sampler.update_priority(slots, priority, storage=storage)
-        return
-    sampler._sum_tree[slots] = leaves
-    sampler._min_tree[slots] = leaves
-    top, row = priority.max(dim=0)
-    known = sampler._max_priority[0]
-    if known is None or top > known:
-        sampler._max_priority = (top, slots[row])
+    largest, smallest = _LIMITS[sampler.dtype]
+    eps, alpha = sampler._eps, sampler._alpha
+    if not 0 < lowest + eps <= highest + eps < largest:
+        return False
+    try:
+        low, high = (lowest + eps) ** alpha, (highest + eps) ** alpha
+    except OverflowError:
+        return False
+    return low > smallest and high * sampler.max_size < 0.5 * largest
 
 
 def _numbers(priority: Any) -> torch.Tensor:
+    if isinstance(priority, torch.Tensor) and priority.is_floating_point():
+        return priority
     try:
         given = torch.as_tensor(native_array(priority))
     except (TypeError, ValueError, RuntimeError) as err:

@@ -35,23 +35,34 @@ class RingLog:
         """Notes that any slot may have advanced."""
         self.append(-1, 0, -1, -1)
 
-    def ranges_since(self, position: int, revision: int, now: int) -> list[tuple[int, int]] | None:
+    def ranges_since(
+        self, position: int, revision: int, now: int, capacity: int
+    ) -> list[tuple[int, int]] | None:
         """The ranges ``(start, count)`` written since a reader was here; None if it can't tell.
+
+        Writes that follow each other in the ring, which has ``capacity`` slots, make one range.
 
         Args:
             position (int): the reader's :attr:`end` of then.
             revision (int): the storage's revision of then.
             now (int): its revision of now. Each step between has to be that of an entry.
+            capacity (int): of the ring.
         """
         view = self.cells.view
         if view[0] - position > ENTRIES:
             return None
-        ranges = []
+        ranges: list[tuple[int, int]] = []
+        first = total = 0
         for entry in range(position, view[0]):
             at = 1 + entry % ENTRIES * _FIELDS
             start, count, before, after = view[at : at + _FIELDS].tolist()
             if start < 0 or before != revision:
                 return None
-            ranges.append((start, count))
+            if total and start == (first + total) % capacity:
+                total += count
+                ranges[-1] = (first, total)
+            else:
+                first, total = start, count
+                ranges.append((start, count))
             revision = after
         return ranges if revision == now else None

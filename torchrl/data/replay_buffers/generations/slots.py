@@ -161,29 +161,51 @@ class SlotGenerations(SharedState):
         """
         slots = slot_index(index, "index")
         with self.lock:
-            stamps = self.stamps
-            length = min(len(self._storage), stamps.numel())
-            if length == 0:
-                return torch.full_like(slots, -1)
-            local = slots if slots.device == stamps.device else slots.to(stamps.device)
-            inside = None
-            if local.device.type != "cpu" or not _all_below(local, length):
-                inside = (local >= 0) & (local < length)
-                local = local.clamp(0, length - 1)
-            found = stamps.take(local)
-            if self._restored is not None and self._restored_at == self.base:
-                found = self._raised_to_base(local, found, self._restored.take(local))
-        if inside is None:  # as in every sample: three operations less
+            return self._of(slots)
+
+    def _of(self, slots: torch.Tensor) -> torch.Tensor:
+        found = self._of_full(slots)
+        if found is not None:
+            return found
+        stamps = self.stamps
+        length = min(len(self._storage), stamps.numel())
+        if length == 0:
+            return torch.full_like(slots, -1)
+        local = slots if slots.device == stamps.device else slots.to(stamps.device)
+        inside = None
+        if local.device.type != "cpu" or not _all_below(local, length):
+            inside = (local >= 0) & (local < length)
+            local = local.clamp(0, length - 1)
+        found = self._after_restore(local, stamps.take(local))
+        if inside is None:
             return found
         return torch.where(inside, found, -1).to(slots.device)
 
-    def _raised_to_base(
-        self, slots: torch.Tensor, found: torch.Tensor, restored: torch.Tensor
-    ) -> torch.Tensor:
-        """Stamps of ``slots`` after a restore, where a TorchRL writer may have advanced some.
+    def _of_full(self, slots: torch.Tensor) -> torch.Tensor | None:
+        """Stamps of ``slots`` if the ring is full, so that there is a record in each; else None.
+
+        The same in one operation, as every sample and update needs it; None also if a slot is out
+        of range or on another device.
+        """
+        stamps = self.stamps
+        if len(self._storage) != stamps.numel() or slots.ndim != 1:
+            return None
+        if slots.device != stamps.device or stamps.device.type != "cpu":
+            return None
+        try:
+            found = stamps.index_select(0, slots)
+        except (IndexError, RuntimeError):  # out of range: the caller tells where
+            return None
+        return self._after_restore(slots, found)
+
+    def _after_restore(self, slots: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """Stamps of ``slots``; after a restore a TorchRL writer may have advanced some.
 
         It adds 1 and knows no base. Below the base only the restored stamps themselves are ours.
         """
+        if self._restored is None or self._restored_at != self.base:
+            return found
+        restored = self._restored.take(slots)
         late = (found < self.base) & (found != restored) & (found >= 0)
         if bool(late.any()):
             self._stamps[slots[late]] = self.base
@@ -215,8 +237,17 @@ class SlotGenerations(SharedState):
                 "is_live() needs one generation per index: got generation of shape "
                 f"{tuple(taken.shape)} for index of shape {tuple(slots.shape)}."
             )
-        found = self.of(slots)
-        return (found == taken.to(found.device)) & (found >= 0)
+        return self.live(slots, taken)
+
+    def live(self, slots: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+        """:meth:`is_live` of int64 tensors of one shape."""
+        with self.lock:
+            found = self._of_full(slots)
+            full = found is not None
+            if found is None:
+                found = self._of(slots)
+        live = found == (taken if taken.device == found.device else taken.to(found.device))
+        return live if full else live.logical_and_(found >= 0)
 
     def advance(self, index: Any) -> None:
         """Declares that another record goes into each slot of ``index``.
@@ -252,19 +283,21 @@ class SlotGenerations(SharedState):
 
         The same as :meth:`advance` of ``range(start, start + count)`` modulo the capacity, in one
         or two slice operations; a ring that laps itself advances a slot as often as it writes it.
+        The caller holds the lock, and notes the write in the :attr:`ring_log` when it is made.
         """
-        with self.lock:
-            stamps = self._stamps_up_to(min(start + count, self._capacity))
-            laps, rest = divmod(count, self._capacity)
-            if laps:
-                self._bump(stamps, laps)
-            over = start + rest - self._capacity
-            if over <= 0:
-                self._bump(stamps[start : start + rest])
-            else:
-                self._bump(stamps[start:])
-                self._bump(stamps[:over])
-            self.num_advances += 1
+        self.num_advances += 1
+        stop = start + count
+        if stop <= self._capacity:
+            self._bump(self._stamps_up_to(stop)[start:stop])
+            return
+        stamps = self._stamps_up_to(self._capacity)
+        laps, rest = divmod(count, self._capacity)
+        if laps:
+            self._bump(stamps, laps)
+        over = start + rest - self._capacity
+        self._bump(stamps[start : start + rest])
+        if over > 0:
+            self._bump(stamps[:over])
 
     def advance_written(self) -> None:
         """Advances every slot that was ever written, so that no handle of now stays live."""

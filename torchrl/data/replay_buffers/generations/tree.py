@@ -1,0 +1,100 @@
+"""Writes of a sampler's priority tree, of rows that were validated before.
+
+TorchRL's ``update_priority`` looks through the rows again, one small operation after the other,
+which takes three times as long as the two writes. Where a sampler does something of its own, or its
+tree is not the compiled one, it is called all the same. The lock of the table guards the tree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
+
+
+def write_priority(
+    sampler: PrioritizedSampler,
+    slots: torch.Tensor,
+    priority: torch.Tensor,
+    highest: float,
+    storage: Storage,
+) -> None:
+    """Writes priorities that :func:`~.checks.checked_priority` returned, or some of them.
+
+    Args:
+        sampler (PrioritizedSampler): the sampler that owns the tree.
+        slots (torch.Tensor): int64 ``[rows]``, at least one, each below the capacity of the tree.
+        priority (torch.Tensor): ``[rows]`` or ``[]``, of the sampler's dtype.
+        highest (float): no less than any of them.
+        storage (Storage): the storage of the slots.
+    """
+    if not _is_plain(sampler):
+        sampler.update_priority(slots, priority, storage=storage)
+        return
+    known = sampler._max_priority[0]
+    if known is None or highest > float(known):
+        top, row = priority.max(dim=0)
+        if known is None or top > known:
+            sampler._max_priority = (top, slots[row])
+    _set(sampler, slots, priority)
+
+
+def write_default(sampler: Sampler, slots: Any, storage: Storage) -> None:
+    """Gives records the default priority, the largest that there has been.
+
+    Args:
+        sampler (Sampler): any sampler; one without priorities takes no notice.
+        slots: what ``mark_update`` takes: int, ``[rows]``, or coordinates ``[rows, ndim]``.
+        storage (Storage): the storage of the slots.
+    """
+    if (
+        isinstance(sampler, PrioritizedSampler)
+        and _is_plain(sampler)
+        and _are_leaves(slots, sampler._sum_tree.size)
+    ):
+        priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
+        if sampler._max_priority[0] is None:
+            sampler._max_priority = (priority, torch.as_tensor(slots).reshape(-1)[0])
+        _set(sampler, slots, priority)
+    else:
+        sampler.mark_update(slots, storage=storage)
+
+
+def keeps_default(sampler: PrioritizedSampler, highest: float) -> bool:
+    """Whether priorities up to ``highest`` leave the default priority as it is."""
+    known = sampler._max_priority[0]
+    return _is_plain(sampler) and known is not None and highest <= float(known)
+
+
+def _set(sampler: PrioritizedSampler, slots: Any, priority: torch.Tensor) -> None:
+    """Writes the leaves, ``(p + eps) ** alpha`` (Schaul et al. 2015)."""
+    leaves: Any = (priority + sampler._eps).pow_(sampler._alpha)
+    if not leaves.ndim:
+        leaves = leaves.item()
+    sampler._sum_tree[slots] = leaves
+    sampler._min_tree[slots] = leaves
+
+
+def _is_plain(sampler: PrioritizedSampler) -> bool:
+    """Whether a write of the two trees is all that its ``update_priority`` comes to."""
+    cls, tree = type(sampler), sampler._sum_tree
+    return (
+        cls.update_priority is PrioritizedSampler.update_priority
+        and cls.mark_update is PrioritizedSampler.mark_update
+        and "update_priority" not in sampler.__dict__
+        and not sampler._max_priority_within_buffer
+        and tree is not None
+        and not hasattr(tree, "device")  # the compiled tree is on the CPU and does not say so
+    )
+
+
+def _are_leaves(slots: Any, size: int) -> bool:
+    if isinstance(slots, int):
+        return 0 <= slots < size
+    if not isinstance(slots, torch.Tensor) or slots.ndim != 1 or not slots.numel():
+        return False
+    if slots.dtype is not torch.int64 or slots.device.type != "cpu":
+        return False
+    low, high = torch.aminmax(slots)
+    return low.item() >= 0 and high.item() < size
