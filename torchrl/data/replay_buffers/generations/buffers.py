@@ -145,7 +145,7 @@ class ConditionalPriorityUpdates(_Buffer):
     @property
     def _table(self) -> SlotGenerations | None:
         storage = self.__dict__.get("_storage")
-        return None if storage is None else getattr(storage, TABLE_ATTRIBUTE, None)
+        return None if storage is None else storage.__dict__.get(TABLE_ATTRIBUTE)
 
     @property
     def _write_lock(self) -> Any:

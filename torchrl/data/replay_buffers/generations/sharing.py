@@ -89,11 +89,18 @@ class SharedState:
         if not storage._compilable:
             for position, name in enumerate(_STORAGE_VALUES, LENGTH):
                 self._replace(storage, name, self._cells, position)
+        self._has_length_cell = isinstance(getattr(storage, "_len_value", None), Cell)
         for entity in storage._attached_entities:
             if getattr(entity, "_writer", None) is not None:
                 self.install_writer_cells(entity._writer)
         if getattr(storage, "shared_init", False):
             install_first_write(storage, self.lock)
+
+    def is_full(self) -> bool:
+        """Whether there is a record in every slot: ``len()`` of a storage takes much longer."""
+        if self._has_length_cell:
+            return self._cells.view[LENGTH] == self._capacity
+        return len(self._storage) == self._capacity
 
     def install_writer_cells(self, writer: Writer) -> None:
         """The same for a ring writer that writes into the storage."""

@@ -188,9 +188,7 @@ class SlotGenerations(SharedState):
         of range or on another device.
         """
         stamps = self.stamps
-        if len(self._storage) != stamps.numel() or slots.ndim != 1:
-            return None
-        if slots.device != stamps.device or stamps.device.type != "cpu":
+        if not self.is_full() or slots.ndim != 1 or not (slots.is_cpu and stamps.is_cpu):
             return None
         try:
             found = stamps.index_select(0, slots)
