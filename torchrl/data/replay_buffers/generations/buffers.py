@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
+from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
@@ -382,6 +383,9 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
+        if is_compiling():  # takes no lock
+            index = write()
+            return (index, row_generations(self._table, index)) if return_generation else index
         plain = type(self._writer) in (RoundRobinWriter, TensorDictRoundRobinWriter)
         if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
             # Stamps and data are one step inside of the call, and no priority follows them.

@@ -32,7 +32,7 @@ class Cells:
         self._bind(torch.tensor(values, dtype=torch.int64))
 
     def _bind(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         # Reads and writes Python ints in some 40 ns; a tensor item takes a microsecond.
         self.view: memoryview = memoryview(tensor.numpy())  # type: ignore[arg-type]
 
@@ -44,15 +44,15 @@ class Cells:
         if self._strategy is None:
             self._strategy = get_sharing_strategy()
             # The private memory stays, for a thread that is reading it without the lock.
-            self._private = self._tensor
-            self._bind(self._tensor.clone().share_memory_())
+            self._private = self.tensor
+            self._bind(self.tensor.clone().share_memory_())
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:  # a copy
             return {"values": list(self.view)}
         self.share()  # else the pickler would move the memory, and leave the view behind
         self.check_strategy()
-        return {"tensor": self._tensor, "strategy": self._strategy}
+        return {"tensor": self.tensor, "strategy": self._strategy}
 
     def check_strategy(self) -> None:
         """Refuses to be sent under another sharing strategy than before.

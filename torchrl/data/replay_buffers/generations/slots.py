@@ -28,10 +28,11 @@ import threading
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, Storage, TensorStorage
 
 from .index import integer_tensor, slot_index
-from .sharing import SharedState
+from .sharing import BASE, SharedState
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.
@@ -160,6 +161,8 @@ class SlotGenerations(SharedState):
             TypeError: if ``index`` is not integer.
         """
         slots = slot_index(index, "index")
+        if self.is_traced():
+            return self._of_traced(slots)
         with self.lock:
             return self._of(slots)
 
@@ -195,6 +198,26 @@ class SlotGenerations(SharedState):
         except (IndexError, RuntimeError):  # out of range: the caller tells where
             return None
         return self._after_restore(slots, found)
+
+    def is_traced(self) -> bool:
+        """Whether this is a compiled region, which takes no lock and where nothing may branch.
+
+        After a restore, and where the table grows, it breaks the graph instead.
+        """
+        return is_compiling() and self._fixed_size and self._restored is None
+
+    def _of_traced(self, slots: torch.Tensor) -> torch.Tensor:
+        stamps = self._stamps
+        inside = (slots >= 0) & (slots < self._storage._len)
+        local = slots.clamp(0, self._capacity - 1).to(stamps.device)
+        return torch.where(inside, stamps[local].to(slots.device), -1)
+
+    def advance_traced(self, start: int, count: int) -> None:
+        """:meth:`advance_ring` in a compiled region, where a slice would be a graph per wrap."""
+        stamps = self._stamps
+        slots = torch.arange(start, start + count, device=stamps.device).remainder(self._capacity)
+        stamps[slots] = torch.maximum(stamps[slots], self._cells.tensor[BASE] - 1)
+        stamps.index_add_(0, slots, torch.ones_like(slots))
 
     def _after_restore(self, slots: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Stamps of ``slots``; after a restore a TorchRL writer may have advanced some.
@@ -239,11 +262,13 @@ class SlotGenerations(SharedState):
 
     def live(self, slots: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
         """:meth:`is_live` of int64 tensors of one shape."""
-        with self.lock:
-            found = self._of_full(slots)
-            full = found is not None
-            if found is None:
-                found = self._of(slots)
+        if self.is_traced():
+            found, full = self._of_traced(slots), False
+        else:
+            with self.lock:
+                whole = self._of_full(slots)
+                full = whole is not None
+                found = self._of(slots) if whole is None else whole
         live = found == (taken if taken.device == found.device else taken.to(found.device))
         return live if full else live.logical_and_(found >= 0)
 
@@ -284,6 +309,9 @@ class SlotGenerations(SharedState):
         The caller holds the lock, and notes the write in the :attr:`ring_log` when it is made.
         """
         self.num_advances += 1
+        if self._storage._compilable and self._fixed_size:
+            self.advance_traced(start, count)
+            return
         stop = start + count
         if stop <= self._capacity:
             self._bump(self._stamps_up_to(stop)[start:stop])

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import expand_as_right, is_tensorclass
-from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import ListStorage, Storage, TensorStorage
@@ -110,6 +109,9 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         if table is None:
             return self._stamp_late(super().add(data))
         put = super().add
+        if self._is_traced(table):
+            table.advance_traced(self._cursor, 1)
+            return self._put(data, put)
         with table.lock:
             return self._ring_write(table, 1, lambda _: self._put(data, put))
 
@@ -128,18 +130,25 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             return self._stamp_late(super().extend(data))
         rows = _num_rows(data)
         put = super().extend
+        if self._is_traced(table):
+            table.advance_traced(self._cursor, rows)
+            return self._put(data, put)
         with table.lock:
             if rows > self._storage.max_size:
                 return self._ring_write(
                     table, rows, lambda start: self._put_last(data, start, rows)
                 )
-            if not rows or is_compiling() or not self._takes_ranges(data):
+            if not rows or not self._takes_ranges(data):
                 return self._ring_write(table, rows, lambda _: self._put(data, put))
             return self._ring_write(
                 table,
                 rows,
                 lambda start: self._put(data, lambda stored: self._put_range(stored, start, rows)),
             )
+
+    def _is_traced(self, table: SlotGenerations) -> bool:
+        """Whether to write as in a compiled region; a write that leaves a gap breaks the graph."""
+        return table.is_traced() and self._cursor <= self._storage._len
 
     def _takes_ranges(self, data: Any) -> bool:
         """Whether consecutive rows may be written as a slice, in half the time of an index."""
@@ -227,7 +236,8 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             slots = (torch.arange(min(rows, capacity)) + start) % capacity
             give_default_priority(storage, slots)
             raise
-        table.ring_log.append(start, rows, revision, storage._mutation_revision)
+        if not storage._compilable:  # its learners compare every slot: cells can't be traced
+            table.ring_log.append(start, rows, revision, storage._mutation_revision)
         if length < capacity:
             end = len(storage)
             if end > length and not (start <= length and start + rows >= end):
