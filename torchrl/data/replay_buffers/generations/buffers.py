@@ -524,19 +524,25 @@ class ConditionalPriorityUpdates(_Buffer):
             table, sampler = self._conditional_parts(name)
             slots, taken, mask_shape, device = checked_handles(index, generation)
             values, highest = checked_priority(priority, slots.numel(), sampler)
-            ahead = self._may_write_ahead(table, sampler, highest)
-            if not ahead:
-                self._catch_up()
+            ahead = False
+            if self._learner_sampler is not None:
+                ahead = self._may_write_ahead(table, sampler, highest)
+                if not ahead:
+                    self._catch_up()
             live = kept = table.live(slots, taken)
-            if values.device.type != "cpu":  # a parallel scatter has no last row
+            if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
-            if not kept.all().item():
-                rows = kept.nonzero()[:, 0]
-                slots = slots[rows]
-                if values.ndim and rows.numel():
-                    values = values[rows.to(values.device)]
-            if slots.numel():
+            if kept.all().item():
+                num_kept = slots.numel()
+            else:
+                rows = kept.nonzero().view(-1)
+                num_kept = rows.numel()
+                if num_kept:
+                    slots = slots.index_select(0, rows)
+                    if values.ndim:
+                        values = values.index_select(0, rows.to(values.device))
+            if num_kept:
                 write_priority(sampler, slots, values, highest, self._storage)
                 if ahead and self._seen is not None:  # else they would be taken for unseen
                     self._seen[slots] = table.stamps[slots]
@@ -660,8 +666,7 @@ class ConditionalPriorityUpdates(_Buffer):
         It may where the records that it has not seen get the same default priority afterwards.
         """
         return (
-            self._learner_sampler is not None
-            and self._seen is not None
+            self._seen is not None
             and self._seen.numel() == table.stamps.numel()
             and keeps_default(sampler, highest)
         )
