@@ -19,6 +19,7 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .max_value import TensorDictMaxValueWriter
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -30,6 +31,7 @@ __all__ = [
     "ReplayBuffer",
     "RoundRobinWriter",
     "SlotGenerations",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",

@@ -24,7 +24,6 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
     PrioritizedSampler,
     Sampler,
     Storage,
@@ -41,11 +40,13 @@ from .checks import (
     checked_priority,
 )
 from .index import names_field, slots_written
+from .max_value import TensorDictMaxValueWriter
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
+from .users_writers import OUR_WRITERS, stamp_rest, stamps_late, watching
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -268,15 +269,17 @@ class ConditionalPriorityUpdates(_Buffer):
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
-        if _stamps_late(writer) and writer.tracks_generations:
+        if stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
     def _check_tracks(self, writer: Writer) -> None:
         if self._track_generations and not writer.tracks_generations:
+            ours = [cls.__name__ for cls in OUR_WRITERS]
+            name = type(writer).__name__ if type(writer).__name__ in ours else ours[0]
             raise ValueError(
                 "track_generations=True needs a writer that tracks: got "
                 f"{type(writer).__name__} that does not. Pass "
-                "generations.RoundRobinWriter(track_generations=True), or no writer."
+                f"generations.{name}(track_generations=True), or no writer."
             )
 
     def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
@@ -374,7 +377,7 @@ class ConditionalPriorityUpdates(_Buffer):
 
     def _clean(self, data: Any) -> Any:
         """Drops the stamps of a sample put back, where TorchRL's writer would store them."""
-        late = _stamps_late(self._writer) and self._writer.tracks_generations
+        late = stamps_late(self._writer) and self._writer.tracks_generations
         return without_stamps(data) if late else data
 
     def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
@@ -386,30 +389,25 @@ class ConditionalPriorityUpdates(_Buffer):
         if is_compiling():  # takes no lock
             index = write()
             return (index, row_generations(self._table, index)) if return_generation else index
-        plain = type(self._writer) in (RoundRobinWriter, TensorDictRoundRobinWriter)
+        plain = type(self._writer) in OUR_WRITERS
         if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
             # Stamps and data are one step inside of the call, and no priority follows them.
             return write()
         table = self._hold()
         try:
-            advances = table.num_advances
             self._writes_under_way += 1
             try:
-                index = write()
-            except BaseException:
-                if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
-                    # A writer that stamps after the data: nothing tells how far it came.
-                    table.advance_written()
-                raise
+                with contextlib.nullcontext() if plain else watching(
+                    table, self._storage, self._writer
+                ):
+                    index = write()
+                    if not plain and index is not None:
+                        stamp_rest(table, self._storage, index)
             finally:
                 self._writes_under_way -= 1
-            unstamped = table.num_advances == advances and not _stamps_late(self._writer)
-            if unstamped and index is not None:
-                # A user's writer that does not stamp. -1 is a row that it rejected.
-                slots = torch.as_tensor(index).reshape(-1)
-                table.advance(slots[slots >= 0])
             if return_generation:
-                return index, row_generations(table, -1 if index is None else index)
+                index = -1 if index is None else index  # the writer rejected the record
+                return index, row_generations(table, index)
             return index
         finally:
             table.lock.release()
@@ -461,6 +459,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._locked() as table:
             if self._writes_under_way and isinstance(index, torch.Tensor):
                 # The priorities that the records of a write carry.
+                stamp_rest(table, self._storage, index)
                 priority = torch.as_tensor(priority).to(self._priority_dtype)
                 if index.numel() > table.stamps.numel():
                     # A row that the call itself overwrote has no record any more.
@@ -768,6 +767,8 @@ class ConditionalPriorityUpdates(_Buffer):
             if ours.get("in_place"):
                 table.retire()
                 table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+                if isinstance(self._writer, TensorDictMaxValueWriter):
+                    self._writer.rank_what_ran_on()
             elif table.is_inside(path):  # the records run on in the dump from now on
                 torch.save({**ours, "in_place": True}, file)
                 dumps.write_manifest(path)
@@ -1138,13 +1139,6 @@ _ENABLE_TRACKING = (
     "Build the buffer with track_generations=True, or pass "
     "writer=generations.RoundRobinWriter(track_generations=True)."
 )
-
-
-def _stamps_late(writer: Writer) -> bool:
-    """Whether this is one of TorchRL's ring writers, which stamp by themselves after the data."""
-    return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
-        writer, RoundRobinWriter
-    )
 
 
 def _reset_in_child() -> None:
