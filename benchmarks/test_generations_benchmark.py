@@ -99,3 +99,36 @@ def test_update_priority_if_present(batch, stale, record_ratio):
             *(lambda rb=rb: rb.update_priority(index, priority) for rb in stock),
         )
     )
+
+
+def ensembles() -> list[torchrl.data.ReplayBufferEnsemble]:
+    """Ours of two tracking members, stock, stock; each member full."""
+    modules = generations, torchrl.data, torchrl.data
+    return [
+        module.ReplayBufferEnsemble(*members, batch_size=256)
+        for module, *members in zip(modules, buffers(256), buffers(256), strict=True)
+    ]
+
+
+def test_ensemble_sample_of_two_members(record_ratio):
+    record_ratio(*alternate(*(ensemble.sample for ensemble in ensembles())))
+
+
+def test_ensemble_stamps_of_256_handles(record_ratio):
+    """Against TorchRL's writers, which track, too."""
+    index = TensorDict(
+        {"buffer_ids": torch.arange(256) % 2, "index": torch.randint(0, CAPACITY, (256,))}, [256]
+    )
+    sides = []
+    for module in (generations, torchrl.data, torchrl.data):
+        members = [
+            module.ReplayBuffer(
+                storage=LazyTensorStorage(CAPACITY),
+                writer=module.RoundRobinWriter(track_generations=True),
+            )
+            for _ in range(2)
+        ]
+        for member in members:
+            member.extend(records(CAPACITY))
+        sides.append(module.ReplayBufferEnsemble(*members).writer)
+    record_ratio(*alternate(*(lambda w=writer: w.generations_of(index) for writer in sides)))

@@ -19,6 +19,7 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .ensembles import ReplayBufferEnsemble, WriterEnsemble
 from .max_value import TensorDictMaxValueWriter
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
@@ -29,10 +30,12 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PriorityUpdateResult",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "SlotGenerations",
     "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "WriterEnsemble",
 ]

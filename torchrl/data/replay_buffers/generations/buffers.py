@@ -598,6 +598,12 @@ class ConditionalPriorityUpdates(_Buffer):
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
         )
 
+    def _check_update(self, index: Any, generation: Any, priority: Any) -> None:
+        """Raises what :meth:`update_priority_if_present` would; changes nothing."""
+        _, sampler = self._conditional_parts("update_priority_if_present")
+        slots = checked_handles(index, generation)[0]
+        checked_priority(priority, slots.numel(), sampler)
+
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
         if table is None or not self._writer.tracks_generations:
@@ -765,17 +771,23 @@ class ConditionalPriorityUpdates(_Buffer):
             super().loads(path)
             self._load_learner_state(ours.get("learner"))
             if ours.get("in_place"):
-                table.retire()
-                table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
-                if isinstance(self._writer, TensorDictMaxValueWriter):
-                    self._writer.rank_what_ran_on()
+                self._note_that_records_ran_on()
             elif table.is_inside(path):  # the records run on in the dump from now on
                 torch.save({**ours, "in_place": True}, file)
                 dumps.write_manifest(path)
 
+    def _note_that_records_ran_on(self) -> None:
+        """For a dump that the records went on to be written into: nothing tells which."""
+        table = self._table
+        assert table is not None  # a tracked buffer was loaded
+        table.retire()
+        table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+        if isinstance(self._writer, TensorDictMaxValueWriter):
+            self._writer.rank_what_ran_on()
+
     @contextlib.contextmanager
-    def _restoring(self, table: SlotGenerations) -> Iterator[None]:
-        """A load. Whatever comes of it, no tree keeps the priority of a record that is gone."""
+    def _restoring(self, table: SlotGenerations, loaded: tuple[Any, ...] = ()) -> Iterator[None]:
+        """A load, of ``loaded`` too: whatever comes of it, no tree keeps a gone priority."""
         with self._settled(table):
             before = table.stamps.clone()
             try:
@@ -787,7 +799,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 raise
             # Ours came with the records; what another buffer has was for those of before.
             gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
-            others = [entity for entity in self._storage._attached_entities if entity is not self]
+            ours = [self, *loaded]
+            others = [entity for entity in self._storage._attached_entities if entity not in ours]
             give_default_priority(self._storage, gone, others)
             if table.ran_on is not None:
                 give_default_priority(self._storage, table.ran_on.nonzero().reshape(-1), [self])
