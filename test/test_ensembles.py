@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -781,6 +782,84 @@ def test_ensembles_of_the_same_members_in_other_orders_do_not_deadlock():
     for rb in (one, other, *rbs):
         rb.synchronize()
         rb.shutdown()
+
+
+DEFAULT = 5000.0  # above every record's own priority, so that the default never moves
+
+
+def own_priority(records):
+    return (records * 7919 % 4093 + 1).to(torch.float32)
+
+
+def run_threads(conditional, seconds=2):
+    """A writer for each member, two learners that update late; the priorities of other records."""
+    rbs = members(2, storage=None, make=lambda storage: td_buffer(0, storage=LazyTensorStorage(32)))
+    ens = ensemble(*rbs, batch_size=16)
+    next_id = iter(range(10**9))
+    for rb in rbs:
+        rb.extend(ids([next(next_id) for _ in range(32)]))
+        rb.update_priority(torch.tensor([0]), torch.tensor([DEFAULT]))
+        rb.extend(ids([next(next_id) for _ in range(32)]))
+    deadline = time.monotonic() + seconds
+    updated, stale, misapplied = [], [], []
+    written = threading.Semaphore(0)
+
+    def write(rb):
+        rows = 0
+        while time.monotonic() < deadline:
+            rows = rows % 11 + 1
+            rb.extend(ids([next(next_id) for _ in range(rows)]))
+            written.release()
+
+    def learn():
+        batches = []
+        while time.monotonic() < deadline:
+            batches.append(ens.sample())
+            written.acquire(timeout=1)
+            if len(batches) < 4:
+                continue
+            late = batches.pop(0)
+            late["td_error"] = own_priority(late["id"])
+            if conditional:
+                result = ens.update_tensordict_priority_if_present(late)
+                updated.append(result.num_updated)
+                stale.append(result.num_stale)
+            else:
+                for member, rb in enumerate(rbs):
+                    rows = late["index", "buffer_ids"] == member
+                    if rows.any():
+                        rb.update_priority(late["index", "index"][rows], late["td_error"][rows])
+
+    def check(rb):
+        with rb._table.lock:
+            held, own = torch.tensor(leaves(rb)), own_priority(rb.storage[:]["id"])
+        misapplied.append(int(((held != own) & (held != DEFAULT)).sum()))
+
+    threads = [Thread(lambda rb=rb: write(rb)) for rb in rbs] + [Thread(learn), Thread(learn)]
+    while time.monotonic() < deadline:
+        for rb in rbs:
+            check(rb)
+        time.sleep(0.01)
+    for thread in threads:
+        thread.join(seconds + 30)
+    return sum(misapplied), sum(updated), sum(stale)
+
+
+def test_threads_never_put_a_priority_on_another_record():
+    misapplied, updated, stale = run_threads(conditional=True)
+    assert updated > 0
+    assert stale > 0
+    assert misapplied == 0
+
+
+def test_the_same_threads_do_it_with_update_priority():
+    assert run_threads(conditional=False)[0] > 0
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_threads_never_put_a_priority_on_another_record_for_a_minute():
+    assert run_threads(conditional=True, seconds=60)[0] == 0
 
 
 def test_the_locks_are_given_back_when_a_call_raises(monkeypatch):

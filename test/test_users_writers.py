@@ -229,6 +229,23 @@ def test_a_max_value_writer_whose_choice_is_the_users():
     assert generation.tolist() == [0, -1, 0]
 
 
+def test_a_torchrl_writer_whose_write_contains_another_is_watched_to_the_end():
+    class Twice(torchrl.data.RoundRobinWriter):
+        rb: ReplayBuffer
+
+        def extend(self, data):
+            if len(data) > 1:
+                self.rb.extend(data[:1])
+                return torch.cat([torch.tensor([0]), super().extend(data[1:])])
+            return super().extend(data)
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(4), writer=Twice(track_generations=True))
+    rb.writer.rb = rb
+    assert rb.extend(torch.arange(3), return_generation=True)[1].tolist() == [0, 0, 0]
+    assert stamps(rb).tolist() == [0, 0, 0, -1]
+    assert "_bump_generation" not in vars(rb.writer)
+
+
 # ------------------------------------------------------------------ TorchRL's writer that tracks
 
 

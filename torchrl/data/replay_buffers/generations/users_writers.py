@@ -33,7 +33,7 @@ def watching(table: SlotGenerations, storage: Storage, writer: Writer) -> Iterat
     """Watches a write through any other writer, under the lock of the table."""
     late = stamps_late(writer)
     if late:
-        bump = writer._bump_generation
+        own, bump = vars(writer).get("_bump_generation"), writer._bump_generation
 
         def bump_and_note(index: Any, data: Any) -> None:
             bump(index, data)
@@ -53,6 +53,8 @@ def watching(table: SlotGenerations, storage: Storage, writer: Writer) -> Iterat
     finally:
         if late:
             del writer._bump_generation
+            if own is not None:  # a write within a write
+                writer._bump_generation = own
 
 
 def stamp_rest(table: SlotGenerations, storage: Storage, index: Any) -> None:
