@@ -315,8 +315,10 @@ def test_other_buffers_and_ensembles_are_refused_as_members():
         ensemble(td_buffer(), stock)
     with pytest.raises(TypeError, match=r"member 1 is an ensemble\. Pass its members instead"):
         ensemble(td_buffer(), ensemble())
-    with pytest.raises(TypeError, match="either members or all of storages"):
+    with pytest.raises(TypeError, match="needs all of storages, samplers and writers"):
         ReplayBufferEnsemble()
+    with pytest.raises(RuntimeError, match="got 1 members and storages=StorageEnsemble"):
+        ReplayBufferEnsemble(td_buffer(), storages=StorageEnsemble(LazyTensorStorage(4)))
     with pytest.raises(TypeError, match="needs all of storages, samplers and writers"):
         ReplayBufferEnsemble(storages=StorageEnsemble(LazyTensorStorage(4)))
     plain = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
@@ -985,6 +987,56 @@ def test_a_restore_that_fails_halfway_leaves_no_handle_alive_in_any_member(monke
     with pytest.raises(ZeroDivisionError):
         ens.load_state_dict(state)
     assert ens.update_priority_if_present(**held, priority=3.0).num_updated == 0
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_default_priority_that_is_no_integer_survives_a_dump(sync, tmp_path):
+    ens = ensemble(*members(sync=sync))
+    ens.update_priority_if_present(**all_handles(ens), priority=2.5)
+    ens.dumps(tmp_path)
+    fresh = ensemble(*members(sync=sync))
+    for rb in fresh._rbs:
+        rb.update_priority(0, 7)
+    fresh.loads(tmp_path)
+    for rb in fresh._rbs:
+        rb.extend(ids([9]))
+    fresh.sample()
+    assert [leaves(rb) for rb in fresh._rbs] == [[2.5] * 8] * 2
+
+
+def test_a_member_that_keeps_the_best_is_restored_with_its_ranks(checkpoint):
+    def made():
+        best = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(2),
+            writer=TensorDictMaxValueWriter(rank_key="id", track_generations=True),
+        )
+        return ensemble(best, td_buffer(), sample_from_all=True)
+
+    ens = made()
+    held = ens[0].extend(ids([5, 1]), return_generation=True)
+    load = checkpoint(ens)
+    fresh = made()
+    load(fresh)
+    assert fresh[0]._table.is_live(*held).all()
+    assert fresh[0].extend(ids([0, 3])).tolist() == [-1, 1]
+    ring = ensemble(td_buffer(2, storage=LazyTensorStorage(2)), td_buffer(), sample_from_all=True)
+    state = ring.state_dict()
+    with pytest.raises(ValueError, match="has no ranks"):
+        ens.load_state_dict(state)
+    assert ens[0]._table.is_live(*held).all()
+
+
+def test_members_with_different_keys_make_a_lazy_sample_that_updates_too():
+    other = td_buffer(0)
+    other.extend(ids(range(8), extra=torch.zeros(8)))
+    ens = ensemble(td_buffer(), other, sample_from_all=True)
+    sample = ens.sample()
+    assert ens.update_tensordict_priority_if_present(sample).updated_mask.all()
+    lap(ens[0])
+    sample["td_error"] = torch.full((2, 4), 4.0)
+    result = ens.update_tensordict_priority_if_present(sample)
+    assert result.updated_mask.tolist() == [[False] * 4, [True] * 4]
+    assert max(leaves(other)) == 4
 
 
 def test_torchrls_checkpoint_has_no_stamps_that_count(tmp_path):

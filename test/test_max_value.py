@@ -144,13 +144,13 @@ def test_a_write_that_fails_kills_the_handles_of_its_slots_and_leaves_the_ranks(
 
     rb = best()
     held = rb.extend(records(5, 1, 3, 7), return_generation=True)
-    rb.update_priority_if_present(index=held[0], generation=held[1], priority=[2.0, 9.0, 4.0, 3.0])
+    rb.update_priority_if_present(index=held[0], generation=held[1], priority=[9.0, 2.0, 4.0, 3.0])
     bad = records(0, 100, width=5)
     write = (lambda: rb.add(bad[1])) if add else (lambda: rb.extend(bad))
     with pytest.raises(RuntimeError):
         write()
     assert live(rb, *held) == [True, False, True, True]
-    assert leaves(rb) == [2, 9, 4, 3]  # slot 1 has the default again: the largest ever given
+    assert leaves(rb) == [9, 9, 4, 3]  # slot 1 has the default again: the largest ever given
     assert rb.write_count == 4
     assert rb.extend(records(2, 2)).tolist() == [1, -1]  # slot 1 still ranks lowest
     Thread(lambda: rb.extend(records(8))).join()  # the lock is free
@@ -411,6 +411,31 @@ def test_a_checkpoint_of_another_capacity_or_writer_is_refused_or_stale(tmp_path
     with pytest.raises(ValueError, match="for 2 slots: this buffer has 4"):
         rb.loads(tmp_path / "dump")
     assert live(rb, *held) == [True] * 4
+
+
+def test_a_checkpoint_of_another_writer_is_refused_and_nothing_has_changed(tmp_path):
+    rb = best()
+    held = rb.extend(scores(5, 1, 3, 7), return_generation=True)
+    ring = TensorDictPrioritizedReplayBuffer(
+        **PER, storage=LazyTensorStorage(4), track_generations=True
+    )
+    ring.extend(scores(1, 2, 3, 4))
+    ring.dumps(tmp_path)
+    for load in (lambda: rb.load_state_dict(ring.state_dict()), lambda: rb.loads(tmp_path)):
+        with pytest.raises(ValueError, match="has no ranks: it was saved under another writer"):
+            load()
+    assert live(rb, *held) == [True] * 4
+    assert kept(rb) == [5, 1, 3, 7]
+
+
+def test_on_another_storage_it_begins_without_ranks():
+    rb = best()
+    held = rb.extend(scores(5, 1, 3, 7), return_generation=True)
+    storage = LazyTensorStorage(4)
+    ReplayBuffer(storage=storage).extend(scores(20, 30))
+    rb.set_storage(storage)
+    assert rb.extend(scores(0, 0)).tolist() == [0, 1]
+    assert live(rb, *held) == [False] * 4
 
 
 def test_a_writer_without_a_storage_keeps_what_it_loaded():

@@ -40,13 +40,13 @@ from .checks import (
     checked_priority,
 )
 from .index import names_field, slots_written
-from .max_value import TensorDictMaxValueWriter
+from .max_value import TensorDictMaxValueWriter, check_ranks
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
-from .users_writers import OUR_WRITERS, stamp_rest, stamps_late, watching
+from .users_writers import OUR_WRITERS, stamp_rest, stamps_late, watched
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -397,12 +397,7 @@ class ConditionalPriorityUpdates(_Buffer):
         try:
             self._writes_under_way += 1
             try:
-                with contextlib.nullcontext() if plain else watching(
-                    table, self._storage, self._writer
-                ):
-                    index = write()
-                    if not plain and index is not None:
-                        stamp_rest(table, self._storage, index)
+                index = write() if plain else watched(write, table, self._storage, self._writer)
             finally:
                 self._writes_under_way -= 1
             if return_generation:
@@ -718,6 +713,7 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         learner = state_dict.get("_learner")
         check_fits(self._storage, self._priority_sampler, state_dict)
+        check_ranks(self._writer, state_dict["_writer"])
         with self._restoring(table):
             super().load_state_dict(state_dict)
             self._load_learner_state(learner)
@@ -763,6 +759,7 @@ class ConditionalPriorityUpdates(_Buffer):
         dumps.finish(path)
         dumps.check(path)
         check_dump_fits(self._storage, self._sampler, path)
+        check_ranks(self._writer, path / "writer")
         file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
         with self._restoring(table):

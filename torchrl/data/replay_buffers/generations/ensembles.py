@@ -20,7 +20,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
-    PrioritizedSampler,
     Sampler,
     SamplerEnsemble,
     Storage,
@@ -34,6 +33,7 @@ from .buffers import SETTLING, STATE_FILE, ConditionalPriorityUpdates, ReplayBuf
 from .checks import check_dump_fits, check_fits, numbers
 from .index import integer_tensor
 from .lock import StorageLock
+from .max_value import check_ranks
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import GENERATION_KEY, row_generations
@@ -183,11 +183,11 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         track_generations: bool = False,
         **kwargs: Any,
     ) -> None:
-        if bool(rbs) == any(part is not None for part in (storages, samplers, writers)):
-            raise TypeError(
-                "ReplayBufferEnsemble needs either members or all of storages, samplers and "
-                f"writers: got {len(rbs)} members and storages={storages!r}, "
-                f"samplers={samplers!r}, writers={writers!r}."
+        if rbs and any(part is not None for part in (storages, samplers, writers)):
+            raise RuntimeError(
+                "ReplayBufferEnsemble needs members, or storages, samplers and writers in their "
+                f"place: got {len(rbs)} members and storages={storages!r}, samplers={samplers!r}, "
+                f"writers={writers!r}."
             )
         if not rbs:
             rbs = _members_of_parts(storages, samplers, writers, collate_fns)
@@ -539,6 +539,7 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         for i, rb in enumerate(self._rbs):
             parts = {part: state_dict[part][str(i)] for part in ("_storage", "_sampler", "_writer")}
             check_fits(rb._storage, rb._priority_sampler, {**parts, "_learner": learners[i]})
+            check_ranks(rb._writer, parts["_writer"])
         with self._restoring_members():
             super().load_state_dict(state_dict)
             for rb, learner in zip(self._rbs, learners, strict=True):
@@ -577,12 +578,11 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         for i, rb in enumerate(self._rbs):
             if rb._table is not None:
                 check_dump_fits(rb._storage, rb._learner_sampler or rb._sampler, path, str(i))
+                check_ranks(rb._writer, path / "writer" / str(i))
         with self._restoring_members():
             for rb in self._members:
-                if isinstance(rb._sampler, PrioritizedSampler):
-                    rb._sampler._max_priority = (
-                        None  # else TorchRL casts the saved one to its dtype
-                    )
+                if rb._priority_sampler is not None:  # TorchRL would cast the saved one like it
+                    rb._priority_sampler._max_priority = None
             super().loads(path)
             learners = ours.get("learners", [None] * len(self._rbs))
             for rb, learner, late in zip(self._rbs, learners, ran_on, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
-from torchrl.data.replay_buffers import Storage
+from torchrl.data.replay_buffers import Storage, Writer
 
 from .slots import SlotGenerations
 from .writers import (
@@ -93,6 +93,8 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
                 "TensorDictMaxValueWriter needs a storage with ndim=1, since it ranks whole "
                 f"records: got {type(storage).__name__} with ndim={storage.ndim}."
             )
+        if self._storage not in (None, storage):  # ranks of records that are elsewhere
+            self._cursor, self._current_top_values = 0, []
         super().register_storage(storage)
 
     def add(self, data: Any) -> int | None:
@@ -301,3 +303,25 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
         super().loads(path)
         self._ranked_writes = self._write_count
         self._take_over({})
+
+
+def check_ranks(writer: Writer, saved: dict[str, Any] | Path) -> None:
+    """Makes sure that a checkpoint has the ranks that a writer of this kind needs; else nothing.
+
+    Args:
+        writer (Writer): the writer of the buffer that will load it.
+        saved (dict or Path): the state of the writer that saved it, or the folder of its dump.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if isinstance(writer, torchrl_buffers.TensorDictMaxValueWriter):
+        if isinstance(saved, Path):
+            ranked = "rank_key" in json.loads((saved / "metadata.json").read_text())
+        else:
+            ranked = "_current_top_values" in saved
+        if not ranked:
+            raise ValueError(
+                "The checkpoint has no ranks: it was saved under another writer than the "
+                "TensorDictMaxValueWriter of this buffer."
+            )

@@ -7,8 +7,7 @@ the writer returns. Where such a write fails, nothing tells how far it came.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,9 +27,17 @@ from .writers import (
 OUR_WRITERS = (RoundRobinWriter, TensorDictRoundRobinWriter, TensorDictMaxValueWriter)
 
 
-@contextlib.contextmanager
-def watching(table: SlotGenerations, storage: Storage, writer: Writer) -> Iterator[None]:
-    """Watches a write through any other writer, under the lock of the table."""
+def watched(
+    write: Callable[[], Any], table: SlotGenerations, storage: Storage, writer: Writer
+) -> Any:
+    """Makes a write through any other writer, under the lock of the table.
+
+    Args:
+        write (Callable[[], Any]): the write; what it returns is returned.
+        table (SlotGenerations): the table of the storage.
+        storage (Storage): the storage.
+        writer (Writer): the writer.
+    """
     late = stamps_late(writer)
     if late:
         own, bump = vars(writer).get("_bump_generation"), writer._bump_generation
@@ -44,7 +51,10 @@ def watching(table: SlotGenerations, storage: Storage, writer: Writer) -> Iterat
         writer._bump_generation = bump_and_note
     try:
         with table.noting():
-            yield
+            index = write()
+            if index is not None:
+                stamp_rest(table, storage, index)
+            return index
     except BaseException:
         if not _stamps_first(writer):
             table.advance_written()
