@@ -392,6 +392,8 @@ def test_a_slice_that_samples_from_all_does_so_with_its_own_members():
     ens = ensemble(*members(3), sample_from_all=True)
     ens.sample()
     assert ens[:2].sample(4)["index", "buffer_ids"].tolist() == [[0, 0], [1, 1]]
+    late = ReplayBufferEnsemble(*members(3), sample_from_all=True, delayed_init=True)
+    assert late[1:].sample(4)["index", "buffer_ids"].tolist() == [[0, 0], [1, 1]]
     assert ens[:] is ens
     assert ens[0, 3]["id"] == 3
     assert ens[1:, 2]["id"].tolist() == [2, 2]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torchrl.data
 from common import PER, Thread, leaves, stamps
-from tensordict import TensorDict
+from tensordict import TensorDict, tensorclass
 from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -26,6 +26,12 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+
+
+@tensorclass
+class Scored:
+    score: torch.Tensor
+
 
 STORAGES = {"tensor": LazyTensorStorage, "memmap": LazyMemmapStorage, "list": ListStorage}
 
@@ -163,6 +169,24 @@ def test_a_write_that_fails_before_the_buffer_is_full_leaves_no_hole():
         rb.extend(scores(2, 3, obs=torch.zeros(2, 5)))
     assert (rb.writer._cursor, rb.writer._current_top_values) == (1, [(1, 0)])
     assert rb.extend(scores(2, 3, obs=torch.zeros(2, 2))).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+def test_a_list_of_records_and_records_of_a_tensorclass_rank_too(storage):
+    rb = ReplayBuffer(
+        storage=storage(2),
+        writer=TensorDictMaxValueWriter(rank_key="score", track_generations=True),
+    )
+    index, generation = rb.extend(list(scores(1, 3, 2)), return_generation=True)
+    assert (index.tolist(), generation.tolist()) == ([-1, 1, 0], [-1, 0, 0])
+    assert kept(rb) == [2, 3]
+    of_class = best(cls=ReplayBuffer, storage=storage)
+    held = of_class.extend(Scored(score=torch.tensor([1.0, 3.0]), batch_size=[2]))
+    assert held.tolist() == [0, 1]
+    assert float(of_class.storage[1].score) == 3
+    for odd in (torch.arange(3), [torch.tensor(1)], [1]):
+        with pytest.raises(RuntimeError, match="needs tensordicts or tensorclasses: got"):
+            rb.extend(odd)
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)

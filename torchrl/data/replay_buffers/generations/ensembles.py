@@ -677,6 +677,7 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
 
     # ------------------------------------------------------------------ parts
 
+    @_maybe_delay_init
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, (list, range, np.ndarray)):
             index = torch.as_tensor(index)

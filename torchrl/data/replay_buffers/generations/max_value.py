@@ -157,18 +157,25 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
             if row_of:
                 taken = torch.tensor(list(row_of), device=index.device)
                 rows = torch.tensor(list(row_of.values()), device=index.device)
-                self._put(table, taken, taken, stored[rows])
+                kept = [stored[i] for i in rows] if isinstance(stored, list) else stored[rows]
+                self._put(table, taken, taken, kept)
                 index[rows] = taken
             self._count(sum(slot is not None for slot in slots))
             return index
 
     def _rankable(self, data: Any) -> Any:
         """``data`` without the stamps that samples carry."""
-        if is_tensor_collection(data) and data.get(self._rank_key, None) is None:
-            raise KeyError(
-                f"TensorDictMaxValueWriter needs its rank_key {self._rank_key!r} in the records: "
-                f"got {sorted(map(str, data.keys()))}."
-            )
+        for part in data if isinstance(data, list) else [data]:
+            if not is_tensor_collection(part):
+                raise RuntimeError(
+                    "TensorDictMaxValueWriter needs tensordicts or tensorclasses: got "
+                    f"{type(part).__name__}."
+                )
+            if part.get(self._rank_key, None) is None:
+                raise KeyError(
+                    f"TensorDictMaxValueWriter needs its rank_key {self._rank_key!r} in the "
+                    f"records: got {sorted(map(str, part.keys()))}."
+                )
         return without_stamps(data)
 
     @contextlib.contextmanager
