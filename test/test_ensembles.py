@@ -1089,13 +1089,37 @@ def test_restoring_while_batches_are_prefetched_does_not_deadlock(checkpoint):
         rb.shutdown()
 
 
+def test_a_restore_waits_for_the_batches_of_members_before_it_takes_the_locks(monkeypatch):
+    member = td_buffer(prefetch=1, batch_size=4)
+    ens = ensemble(member)
+    state = copy.deepcopy(ens.state_dict())
+    go, sample = threading.Event(), member._sample
+    member.sample()
+    member.synchronize()
+
+    def slow(batch_size):
+        go.wait(20)
+        return sample(batch_size)
+
+    monkeypatch.setattr(member, "_sample", slow)
+    member.sample()  # the one that is there; the next begins to wait
+    loading = Thread(lambda: ens.load_state_dict(state))
+    loading.join_briefly(0.2)
+    go.set()
+    loading.join(10)
+    member.shutdown()
+
+
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda ens: pickle.loads(pickle.dumps(ens))}
 
 
 @pytest.mark.parametrize("copy_of", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_copy_is_an_independent_ensemble_of_the_copied_members(copy_of, sync):
-    ens = ensemble(*members(sync=sync), sample_from_all=True, generator=torch.Generator())
+    rbs = members(sync=sync)
+    for rb in rbs:
+        rb.append_transform(RenameTransform(["id"], ["renamed"]))
+    ens = ensemble(*rbs, sample_from_all=True, generator=torch.Generator())
     held = all_handles(ens)
     ens.update_priority_if_present(**held, priority=torch.arange(2.0, 18.0))
     twin = copy_of(ens)
@@ -1117,6 +1141,7 @@ def test_a_copy_is_an_independent_ensemble_of_the_copied_members(copy_of, sync):
     )
     sample = twin.sample()
     assert sample["index_generation"].equal(twin.writer.generations_of(sample["index"]))
+    assert "renamed" in sample.keys()  # noqa: SIM118
     assert len(ens[0].storage._attached_entities) == len(twin[0].storage._attached_entities) == 1
 
 
