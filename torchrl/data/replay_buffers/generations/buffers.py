@@ -46,7 +46,7 @@ from .ring_log import ENTRIES
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
-from .users_writers import OUR_WRITERS, stamp_rest, stamps_late, watched
+from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -386,7 +386,7 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
-        if is_compiling():  # takes no lock
+        if is_compiling() and type(self._writer) in RING_WRITERS:  # takes no lock
             index = write()
             return (index, row_generations(self._table, index)) if return_generation else index
         plain = type(self._writer) in OUR_WRITERS

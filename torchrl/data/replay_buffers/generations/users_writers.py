@@ -25,6 +25,11 @@ from .writers import (
 
 # Their writes stamp every slot before its data: nothing to watch.
 OUR_WRITERS = (RoundRobinWriter, TensorDictRoundRobinWriter, TensorDictMaxValueWriter)
+# Those that stamp every slot by themselves in a compiled region, too.
+RING_WRITERS = (
+    *(RoundRobinWriter, TensorDictRoundRobinWriter),
+    *(torchrl_buffers.RoundRobinWriter, torchrl_buffers.TensorDictRoundRobinWriter),
+)
 
 
 def watched(
