@@ -216,3 +216,36 @@ def test_stamping_costs_the_same_at_any_capacity(record_ratio):
 
     sides = [stamp(table, torch.randint(0, table.stamps.numel(), (256,))) for table in tables]
     record_ratio(*alternate(*sides))
+
+
+def ensembles() -> list[torchrl.data.ReplayBufferEnsemble]:
+    """Ours of two tracking members, stock, stock; each member full."""
+    modules = generations, torchrl.data, torchrl.data
+    return [
+        module.ReplayBufferEnsemble(*members, batch_size=256)
+        for module, *members in zip(modules, buffers(256)[:3], buffers(256)[:3], strict=True)
+    ]
+
+
+def test_ensemble_sample_of_two_members(record_ratio):
+    record_ratio(*alternate(*(ensemble.sample for ensemble in ensembles())))
+
+
+def test_ensemble_stamps_of_256_handles(record_ratio):
+    """Against TorchRL's writers, which track, too."""
+    index = TensorDict(
+        {"buffer_ids": torch.arange(256) % 2, "index": torch.randint(0, CAPACITY, (256,))}, [256]
+    )
+    sides = []
+    for module in (generations, torchrl.data, torchrl.data):
+        members = [
+            module.ReplayBuffer(
+                storage=LazyTensorStorage(CAPACITY),
+                writer=module.RoundRobinWriter(track_generations=True),
+            )
+            for _ in range(2)
+        ]
+        for member in members:
+            member.extend(records(CAPACITY))
+        sides.append(module.ReplayBufferEnsemble(*members).writer)
+    record_ratio(*alternate(*(lambda w=writer: w.generations_of(index) for writer in sides)))

@@ -7,7 +7,8 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
-validates an update, and ``result.py`` is what it reports.
+validates an update, and ``result.py`` is what it reports. ``max_value.py`` and ``users_writers.py``
+are about further writers, ``ensembles.py`` about several buffers in one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .ensembles import ReplayBufferEnsemble, WriterEnsemble
+from .max_value import TensorDictMaxValueWriter
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -28,9 +31,12 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "PriorityUpdateResult",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "SlotGenerations",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "WriterEnsemble",
 ]

@@ -24,7 +24,6 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
     PrioritizedSampler,
     Sampler,
     Storage,
@@ -41,11 +40,13 @@ from .checks import (
     checked_priority,
 )
 from .index import names_field, slots_written
+from .max_value import TensorDictMaxValueWriter, check_ranks
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
+from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -268,15 +269,17 @@ class ConditionalPriorityUpdates(_Buffer):
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
-        if _stamps_late(writer) and writer.tracks_generations:
+        if stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
     def _check_tracks(self, writer: Writer) -> None:
         if self._track_generations and not writer.tracks_generations:
+            ours = [cls.__name__ for cls in OUR_WRITERS]
+            name = type(writer).__name__ if type(writer).__name__ in ours else ours[0]
             raise ValueError(
                 "track_generations=True needs a writer that tracks: got "
                 f"{type(writer).__name__} that does not. Pass "
-                "generations.RoundRobinWriter(track_generations=True), or no writer."
+                f"generations.{name}(track_generations=True), or no writer."
             )
 
     def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
@@ -374,7 +377,7 @@ class ConditionalPriorityUpdates(_Buffer):
 
     def _clean(self, data: Any) -> Any:
         """Drops the stamps of a sample put back, where TorchRL's writer would store them."""
-        late = _stamps_late(self._writer) and self._writer.tracks_generations
+        late = stamps_late(self._writer) and self._writer.tracks_generations
         return without_stamps(data) if late else data
 
     def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
@@ -383,33 +386,23 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
-        if is_compiling():  # takes no lock
+        if is_compiling() and type(self._writer) in RING_WRITERS:  # takes no lock
             index = write()
             return (index, row_generations(self._table, index)) if return_generation else index
-        plain = type(self._writer) in (RoundRobinWriter, TensorDictRoundRobinWriter)
+        plain = type(self._writer) in OUR_WRITERS
         if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
             # Stamps and data are one step inside of the call, and no priority follows them.
             return write()
         table = self._hold()
         try:
-            advances = table.num_advances
             self._writes_under_way += 1
             try:
-                index = write()
-            except BaseException:
-                if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
-                    # A writer that stamps after the data: nothing tells how far it came.
-                    table.advance_written()
-                raise
+                index = write() if plain else watched(write, table, self._storage, self._writer)
             finally:
                 self._writes_under_way -= 1
-            unstamped = table.num_advances == advances and not _stamps_late(self._writer)
-            if unstamped and index is not None:
-                # A user's writer that does not stamp. -1 is a row that it rejected.
-                slots = torch.as_tensor(index).reshape(-1)
-                table.advance(slots[slots >= 0])
             if return_generation:
-                return index, row_generations(table, -1 if index is None else index)
+                index = -1 if index is None else index  # the writer rejected the record
+                return index, row_generations(table, index)
             return index
         finally:
             table.lock.release()
@@ -461,6 +454,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._locked() as table:
             if self._writes_under_way and isinstance(index, torch.Tensor):
                 # The priorities that the records of a write carry.
+                stamp_rest(table, self._storage, index)
                 priority = torch.as_tensor(priority).to(self._priority_dtype)
                 if index.numel() > table.stamps.numel():
                     # A row that the call itself overwrote has no record any more.
@@ -599,6 +593,12 @@ class ConditionalPriorityUpdates(_Buffer):
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
         )
 
+    def _check_update(self, index: Any, generation: Any, priority: Any) -> None:
+        """Raises what :meth:`update_priority_if_present` would; changes nothing."""
+        _, sampler = self._conditional_parts("update_priority_if_present")
+        slots = checked_handles(index, generation)[0]
+        checked_priority(priority, slots.numel(), sampler)
+
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
         if table is None or not self._writer.tracks_generations:
@@ -713,6 +713,7 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         learner = state_dict.get("_learner")
         check_fits(self._storage, self._priority_sampler, state_dict)
+        check_ranks(self._writer, state_dict["_writer"])
         with self._restoring(table):
             super().load_state_dict(state_dict)
             self._load_learner_state(learner)
@@ -758,6 +759,7 @@ class ConditionalPriorityUpdates(_Buffer):
         dumps.finish(path)
         dumps.check(path)
         check_dump_fits(self._storage, self._sampler, path)
+        check_ranks(self._writer, path / "writer")
         file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
         with self._restoring(table):
@@ -766,15 +768,23 @@ class ConditionalPriorityUpdates(_Buffer):
             super().loads(path)
             self._load_learner_state(ours.get("learner"))
             if ours.get("in_place"):
-                table.retire()
-                table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+                self._note_that_records_ran_on()
             elif table.is_inside(path):  # the records run on in the dump from now on
                 torch.save({**ours, "in_place": True}, file)
                 dumps.write_manifest(path)
 
+    def _note_that_records_ran_on(self) -> None:
+        """For a dump that the records went on to be written into: nothing tells which."""
+        table = self._table
+        assert table is not None  # a tracked buffer was loaded
+        table.retire()
+        table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+        if isinstance(self._writer, TensorDictMaxValueWriter):
+            self._writer.rank_what_ran_on()
+
     @contextlib.contextmanager
-    def _restoring(self, table: SlotGenerations) -> Iterator[None]:
-        """A load. Whatever comes of it, no tree keeps the priority of a record that is gone."""
+    def _restoring(self, table: SlotGenerations, loaded: tuple[Any, ...] = ()) -> Iterator[None]:
+        """A load, of ``loaded`` too: whatever comes of it, no tree keeps a gone priority."""
         with self._settled(table):
             before = table.stamps.clone()
             try:
@@ -786,7 +796,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 raise
             # Ours came with the records; what another buffer has was for those of before.
             gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
-            others = [entity for entity in self._storage._attached_entities if entity is not self]
+            ours = [self, *loaded]
+            others = [entity for entity in self._storage._attached_entities if entity not in ours]
             give_default_priority(self._storage, gone, others)
             if table.ran_on is not None:
                 give_default_priority(self._storage, table.ran_on.nonzero().reshape(-1), [self])
@@ -1138,13 +1149,6 @@ _ENABLE_TRACKING = (
     "Build the buffer with track_generations=True, or pass "
     "writer=generations.RoundRobinWriter(track_generations=True)."
 )
-
-
-def _stamps_late(writer: Writer) -> bool:
-    """Whether this is one of TorchRL's ring writers, which stamp by themselves after the data."""
-    return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
-        writer, RoundRobinWriter
-    )
 
 
 def _reset_in_child() -> None:

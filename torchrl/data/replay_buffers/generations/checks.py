@@ -75,7 +75,7 @@ def checked_priority(
     Returns:
         ``[rows]``, or ``[]`` where one priority was given for all; and 0.0 for no rows.
     """
-    given = values = _numbers(priority)
+    given = values = numbers(priority)
     device = sampler.device
     if values.dtype is not sampler.dtype or values.requires_grad or values.device != device:
         values = values.detach().to(device=device, dtype=sampler.dtype)
@@ -128,7 +128,8 @@ def _fits(lowest: float, highest: float, sampler: PrioritizedSampler) -> bool:
     return low > smallest and high * sampler.max_size < 0.5 * largest
 
 
-def _numbers(priority: Any) -> torch.Tensor:
+def numbers(priority: Any) -> torch.Tensor:
+    """Returns priorities as a tensor of their own dtype and shape, which is real."""
     if isinstance(priority, torch.Tensor) and priority.is_floating_point():
         return priority
     try:
@@ -174,17 +175,19 @@ def check_fits(storage: Storage, sampler: PrioritizedSampler | None, state: dict
         raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
 
 
-def check_dump_fits(storage: Storage, sampler: Sampler, path: Path) -> None:
-    """The same for a dump in the folder ``path``."""
+def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str = "") -> None:
+    """The same for a dump in the folder ``path``, or for the ``member`` of an ensemble there."""
     shape = None
     plain = type(storage.checkpointer) is TensorStorageCheckpointer  # others reshape the records
-    if plain and (path / "storage" / "meta.json").exists():
-        shape = json.loads((path / "storage" / "meta.json").read_text()).get("shape")
+    if plain and (path / "storage" / member / "meta.json").exists():
+        shape = json.loads((path / "storage" / member / "meta.json").read_text()).get("shape")
         shape = json.loads(shape) if isinstance(shape, str) else shape
     _same_capacity(storage, shape[0] if shape else None, "records")
-    saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
+    saved = json.loads((path / "writer" / member / "metadata.json").read_text()).get(
+        "generation_shape"
+    )
     _same_capacity(storage, saved[0] if saved and storage.max_size <= 2**20 else None, "stamps")
-    tree = path / "sampler" / "sampler_metadata.json"
+    tree = path / "sampler" / member / "sampler_metadata.json"
     if isinstance(sampler, PrioritizedSampler) and tree.exists():
         slots = json.loads(tree.read_text()).get("_max_capacity")
         if slots is not None and int(slots) != sampler.max_size:

@@ -22,9 +22,11 @@ tensor([False,  True])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,12 +74,12 @@ class SlotGenerations(SharedState):
 
     Attributes:
         lock (StorageLock): the one lock of every buffer of ours on the storage.
-        num_advances (int): how often this process called :meth:`advance` and its siblings.
     """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self.num_advances: int = 0
+        # The slots that advance during the write of a user's writer. Guarded by the lock.
+        self._noted: list[torch.Tensor] | None = None
         # Of the last restore: the slots whose records had run on since the state was taken (None:
         # nothing tells), and the stamps as restored, to tell a TorchRL writer's advances from ours.
         self.ran_on: torch.Tensor | None = None
@@ -299,6 +301,7 @@ class SlotGenerations(SharedState):
             if self.base:
                 stamps[slots] = stamps[slots].clamp_(min=self.base - 1)
             stamps.index_add_(0, slots, torch.ones_like(slots))
+            self.note(slots)
             self._note_unknown()
 
     def advance_ring(self, start: int, count: int) -> None:
@@ -308,7 +311,8 @@ class SlotGenerations(SharedState):
         or two slice operations; a ring that laps itself advances a slot as often as it writes it.
         The caller holds the lock, and notes the write in the :attr:`ring_log` when it is made.
         """
-        self.num_advances += 1
+        if self._noted is not None:
+            self.note(torch.arange(start, start + count).remainder_(self._capacity))
         if self._storage._compilable and self._fixed_size:
             self.advance_traced(start, count)
             return
@@ -325,6 +329,32 @@ class SlotGenerations(SharedState):
         if over > 0:
             self._bump(stamps[:over])
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes which slots advance meanwhile, for :meth:`unnoted`. The lock must be held."""
+        outer, self._noted = self._noted, []
+        try:
+            yield
+        finally:
+            if outer is not None:
+                outer.extend(self._noted)
+            self._noted = outer
+
+    @property
+    def is_noting(self) -> bool:
+        """Whether :meth:`noting` is under way."""
+        return self._noted is not None
+
+    def note(self, slots: torch.Tensor) -> None:
+        """Notes that ``slots`` (``[N]``) have advanced, if :meth:`noting` is under way."""
+        if self._noted is not None:
+            self._noted.append(slots)
+
+    def unnoted(self, slots: torch.Tensor) -> torch.Tensor:
+        """Those of ``slots`` (``[N]``) that have not advanced since :meth:`noting` began."""
+        noted = [part.to(slots.device) for part in self._noted or ()]
+        return slots[~torch.isin(slots, torch.cat([slots[:0], *noted]))]
+
     def advance_written(self) -> None:
         """Advances every slot that was ever written, so that no handle of now stays live."""
         with self.lock:
@@ -334,7 +364,6 @@ class SlotGenerations(SharedState):
             self._note_unknown()
 
     def _note_unknown(self) -> None:
-        self.num_advances += 1
         self.ring_log.append_unknown()
 
     def retire(self) -> None:
@@ -346,7 +375,7 @@ class SlotGenerations(SharedState):
             stamps = self.stamps
             self.base = self._new_base(stamps)
             stamps.masked_fill_(stamps >= 0, self.base)
-            self._restored = None
+            self._remember_restored()
             self._note_unknown()
 
     def adopt(self, buffer: ReplayBuffer) -> None:

@@ -28,43 +28,13 @@ STATE_KEYS = ("_generation", "_lineage", "_live_generation")
 GENERATION_KEY = "index_generation"
 
 
-class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
-    """A ring writer whose slots carry generation stamps.
+class StampingWriter:
+    """What the writers of this package have in common; it stands before a TorchRL writer."""
 
-    See :class:`torchrl.data.RoundRobinWriter`. The stamps live in the table of the storage
-    (:class:`~torchrl.data.replay_buffers.generations.SlotGenerations`) and are guarded by its lock.
-    A writer that does not track still advances a table that another buffer put on its storage.
-
-    Args:
-        compilable (bool, optional): see :class:`torchrl.data.RoundRobinWriter`. Defaults to False.
-
-    Keyword Args:
-        track_generations (bool, optional): whether to stamp the slots, which adds
-            ``"index_generation"`` to samples and 8 bytes per slot. Defaults to False.
-
-    Raises:
-        TypeError: when it is given a storage of a kind that cannot be tracked.
-        ValueError: when it is given a storage with ``ndim > 1``.
-
-    Examples:
-        >>> import torch
-        >>> from torchrl.data import LazyTensorStorage
-        >>> from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter
-        >>> rb = ReplayBuffer(
-        ...     storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True)
-        ... )
-        >>> index = rb.extend(torch.arange(4))
-        >>> _ = rb.extend(torch.arange(4, 6))  # puts other records into slots 0 and 1
-        >>> rb.writer.generations_of(index)
-        tensor([1, 1, 0, 0])
-    """
-
-    _cursor: int
-    _write_count: int
+    _storage: Storage
+    tracks_generations: bool
     # What a load found while the writer has no storage, until it gets one.
     _pending: dict[str, Any] | None = None
-    # What TorchRL's own load read, on its way into the table.
-    _loaded: torch.Tensor | None = None
 
     @property
     def table(self) -> SlotGenerations | None:
@@ -102,6 +72,68 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         if table is None or not self.tracks_generations:
             return torch.full_like(slot_index(index, "generations_of(): index"), -1)
         return table.of(index)
+
+    def _fill_gap(self, table: SlotGenerations, length: int, written: torch.Tensor) -> None:
+        """Stamps slots that a write brought below the length without a record of their own.
+
+        From now on they can be sampled: they get the default priority, too.
+        """
+        gap = torch.arange(length, len(self._storage))
+        gap = gap[~torch.isin(gap, written.cpu())]
+        if gap.numel():
+            table.advance(gap)
+            give_default_priority(self._storage, gap)
+
+    def _stamp_late(self, index: Any) -> Any:
+        """For a write without a table, in the middle of which another thread made one."""
+        table = self.table
+        if table is not None:
+            table.advance(index)
+        return index
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        table = self.table
+        if table is not None:
+            table.load_state_dict(state)
+        elif self._storage is None and self.tracks_generations:
+            self._pending = state
+
+
+class RoundRobinWriter(StampingWriter, torchrl_buffers.RoundRobinWriter):
+    """A ring writer whose slots carry generation stamps.
+
+    See :class:`torchrl.data.RoundRobinWriter`. The stamps live in the table of the storage
+    (:class:`~torchrl.data.replay_buffers.generations.SlotGenerations`) and are guarded by its lock.
+    A writer that does not track still advances a table that another buffer put on its storage.
+
+    Args:
+        compilable (bool, optional): see :class:`torchrl.data.RoundRobinWriter`. Defaults to False.
+
+    Keyword Args:
+        track_generations (bool, optional): whether to stamp the slots, which adds
+            ``"index_generation"`` to samples and 8 bytes per slot. Defaults to False.
+
+    Raises:
+        TypeError: when it is given a storage of a kind that cannot be tracked.
+        ValueError: when it is given a storage with ``ndim > 1``.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(
+        ...     storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True)
+        ... )
+        >>> index = rb.extend(torch.arange(4))
+        >>> _ = rb.extend(torch.arange(4, 6))  # puts other records into slots 0 and 1
+        >>> rb.writer.generations_of(index)
+        tensor([1, 1, 0, 0])
+    """
+
+    _cursor: int
+    _write_count: int
+    # What TorchRL's own load read, on its way into the table.
+    _loaded: torch.Tensor | None = None
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Puts one record at the cursor; see :meth:`torchrl.data.RoundRobinWriter.add`."""
@@ -245,24 +277,6 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
                 self._fill_gap(table, length, written)
         return index
 
-    def _fill_gap(self, table: SlotGenerations, length: int, written: torch.Tensor) -> None:
-        """Stamps slots that a write brought below the length without a record of their own.
-
-        From now on they can be sampled: they get the default priority, too.
-        """
-        gap = torch.arange(length, len(self._storage))
-        gap = gap[~torch.isin(gap, written.cpu())]
-        if gap.numel():
-            table.advance(gap)
-            give_default_priority(self._storage, gap)
-
-    def _stamp_late(self, index: Any) -> Any:
-        """For a write without a table, in the middle of which another thread made one."""
-        table = self.table
-        if table is not None:
-            table.advance(index)
-        return index
-
     def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
         """Writes ``data`` without the stamps that samples carry."""
         index = write(without_stamps(data))
@@ -339,13 +353,6 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         lineage = json.loads((Path(path) / "metadata.json").read_text()).get("lineage")
         loaded, self._loaded = self._loaded, None
         self._take_over({} if loaded is None else {"_generation": loaded, "_lineage": lineage})
-
-    def _take_over(self, state: dict[str, Any]) -> None:
-        table = self.table
-        if table is not None:
-            table.load_state_dict(state)
-        elif self._storage is None and self.tracks_generations:
-            self._pending = state
 
 
 class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRoundRobinWriter):
