@@ -26,12 +26,12 @@ from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
     ImmutableDatasetWriter,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     Sampler,
     Storage,
     Writer,
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
-from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
 
 from . import dumps
 from .checks import (
@@ -43,9 +43,11 @@ from .checks import (
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
+from .sampling import unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
+from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities, stamped_unit
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -227,6 +229,7 @@ class ConditionalPriorityUpdates(_Buffer):
             )
             tracked = self._table is not None
             super()._init()
+            self._sample_unit = stamped_unit(self._sample_unit, self._writer.tracks_generations)
             table = self._table
             if table is not None:
                 self._limit_to_tree()
@@ -441,6 +444,19 @@ class ConditionalPriorityUpdates(_Buffer):
                 table.advance_written()
             self._seen = None
 
+    # ------------------------------------------------------------------ sampling
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        sampler = self._sampler
+        if not isinstance(sampler, PrioritizedSliceSampler) or self._table is None:
+            return super()._sample(batch_size)
+        try:
+            return super()._sample(batch_size)
+        except BaseException:
+            with self._locked():
+                unmask_leaves(sampler)
+            raise
+
     # ------------------------------------------------------------------ priorities
 
     @property
@@ -562,16 +578,17 @@ class ConditionalPriorityUpdates(_Buffer):
         Args:
             data (TensorDictBase): a sample of this buffer, ``[N]`` or ``[N, T]``, with ``"index"``,
                 ``"index_generation"`` and the buffer's ``priority_key``. Without the latter the
-                default priority is written, as TorchRL does.
+                default priority is written, as TorchRL does. In a buffer with a ``Sequence`` unit,
+                a priority goes to the anchor of its row, by ``"anchor_index"`` and
+                ``"anchor_generation"``: of an anchor's valid rows, the largest.
 
         Returns:
-            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``.
+            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``, a flag for each row.
 
         Raises:
-            KeyError: if ``"index"`` or ``"index_generation"`` is missing.
+            KeyError: if one of these keys is missing, other than ``priority_key``.
             RuntimeError: if the writer does not track, the sampler has no priorities, or the buffer
                 is no tensordict buffer.
-            NotImplementedError: for a buffer with a ``Sequence`` sample unit.
         """
         name = "update_tensordict_priority_if_present"
         if not self._is_tensordict:
@@ -582,22 +599,35 @@ class ConditionalPriorityUpdates(_Buffer):
         self._conditional_parts(name)
         if not is_tensor_collection(data):
             raise TypeError(f"{name}() needs a tensordict: got {type(data).__name__}.")
-        if isinstance(self._sample_unit, SequenceUnit):
-            raise NotImplementedError(
-                f"{name}() does not know the stamps of a Sequence unit's anchors yet. Keep the "
-                "anchors' handles and use update_priority_if_present()."
-            )
-        for key in ("index", GENERATION_KEY):
+        of_anchors = isinstance(self._sample_unit, StampedSequence)
+        for key in ANCHOR_KEYS if of_anchors else ("index", GENERATION_KEY):
             if data.get(key, None) is None:
                 raise KeyError(
                     f"{name}() needs {key!r} in the sample: got {sorted(map(str, data.keys()))}. "
                     "Either it was sampled while the writer did not track, or a transform or a "
                     "select() dropped the key."
                 )
+        if of_anchors:
+            return self._update_anchors(data)
         of_td = self._get_priority_vector if data.ndim else self._get_priority_item
         return self.update_priority_if_present(
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
         )
+
+    def _update_anchors(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a Sequence sample's anchors that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        priority = data.get(self.priority_key, None)
+        if priority is None:
+            priority = torch.full((data.numel(),), float(sampler.default_priority))
+        index, generation, priority, which = anchor_priorities(data, priority, sampler.reduction)
+        result = self.update_priority_if_present(
+            index=index, generation=generation, priority=priority
+        )
+        mask = result.updated_mask[which]
+        if mask.ndim > 1:
+            mask = mask.flatten(1).all(1)
+        return PriorityUpdateResult(updated_mask=mask, batch_size=mask.shape)
 
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
@@ -946,6 +976,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._settled(table):
             former = super().set_writer(writer)
             self._limit_to_tree()
+            self._sample_unit = stamped_unit(self._sample_unit, writer.tracks_generations)
             return former
 
     @_maybe_delay_init
