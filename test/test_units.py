@@ -57,15 +57,15 @@ def sequences(anchors, *, capacity=8, done=(), records=8, **unit):
 
 
 def test_each_record_of_a_window_carries_the_stamp_of_its_anchor():
-    rb = sequences([1, 5], length=3)
+    rb = sequences([1, 6], length=3)
     rb.extend(steps(8, 2))  # slots 0 and 1 a second time
 
     sample = rb.sample()
 
-    assert sample["index"].tolist() == [1, 1, 1, 5, 6, 7]  # the newest record ends the window
-    assert sample["anchor_index"].tolist() == [1, 1, 1, 5, 5, 5]
+    assert sample["index"].tolist() == [1, 1, 1, 6, 7, 0]  # the newest record ends the window
+    assert sample["anchor_index"].tolist() == [1, 1, 1, 6, 6, 6]
     assert sample["anchor_generation"].tolist() == [1, 1, 1, 0, 0, 0]
-    assert sample["index_generation"].tolist() == [1, 1, 1, 0, 0, 0]
+    assert sample["index_generation"].tolist() == [1, 1, 1, 0, 0, 1]
 
 
 def test_the_stamp_of_an_anchor_outside_of_its_window_is_the_anchors_own():

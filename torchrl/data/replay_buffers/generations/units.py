@@ -1,7 +1,7 @@
 """Sample units that expand an anchor into a window: the handle of an update is the anchor's.
 
-A ``Sequence`` sample holds the records around each sampled anchor, and the anchor itself need not be
-among them. A priority belongs to the anchor. So a sample carries the anchor's stamp, taken under
+A ``Sequence`` sample holds the records around each sampled anchor, and the anchor itself need not
+be among them. A priority belongs to the anchor. So a sample carries the anchor's stamp, taken under
 the lock that the anchor was sampled under, as ``"anchor_generation"`` next to ``"anchor_index"``.
 """
 
