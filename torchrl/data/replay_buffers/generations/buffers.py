@@ -28,6 +28,7 @@ from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     PrioritizedSliceSampler,
     Sampler,
+    SampleUnit,
     Storage,
     Writer,
 )
@@ -105,6 +106,7 @@ class ConditionalPriorityUpdates(_Buffer):
     """
 
     _initialized: bool
+    _sample_unit: SampleUnit | None
     _init_storage: Any
     # TorchRL's own locks, for a storage without a table.
     _stock_write_lock: Any = contextlib.nullcontext()
