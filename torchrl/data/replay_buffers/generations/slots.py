@@ -29,7 +29,13 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, Storage, TensorStorage
+from torchrl.data.replay_buffers import (
+    CompressedListStorage,
+    ListStorage,
+    ReplayBuffer,
+    Storage,
+    TensorStorage,
+)
 
 from .index import integer_tensor, slot_index
 from .sharing import BASE, SharedState
@@ -371,8 +377,8 @@ class SlotGenerations(SharedState):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs: a copy of the stamps, the lineage and the live stamps.
 
-        A :class:`~torchrl.data.TensorStorage` saves its records as an alias, so they may run on
-        before they are loaded. ``_live_generation`` aliases the stamps in the same way: where it
+        Tensor and compressed storages save their records as an alias, so they may run on before
+        they are loaded. ``_live_generation`` aliases the stamps in the same way: where it
         differs from the copy at load, the record is no longer the one that the copy speaks of.
         """
         with self.lock:
@@ -380,7 +386,7 @@ class SlotGenerations(SharedState):
                 "_generation": self.stamps.clone(),
                 "_lineage": self.lineage,
             }
-            if isinstance(self._storage, TensorStorage):
+            if isinstance(self._storage, (TensorStorage, CompressedListStorage)):
                 state["_live_generation"] = self.stamps
         return state
 
