@@ -24,6 +24,7 @@ from tensordict import TensorDictBase, is_tensor_collection
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
+    ConditionalUpdateResult,
     ImmutableDatasetWriter,
     PrioritizedSampler,
     PrioritizedSliceSampler,
@@ -33,6 +34,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
+from torchrl.data.replay_buffers.utils import _reduce
 
 from . import dumps
 from .checks import (
@@ -41,10 +43,11 @@ from .checks import (
     checked_handles,
     checked_priority,
 )
+from .coordinates import checked_cells, priority_per_cell
 from .index import names_field, slots_written
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
-from .sampling import unmask_leaves
+from .sampling import check_dimensions, unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
@@ -92,8 +95,9 @@ class ConditionalPriorityUpdates(_Buffer):
         writer (Writer or Callable[[], Writer], optional): see :class:`torchrl.data.ReplayBuffer`.
 
     Raises:
-        ValueError: for ``track_generations=True`` with a writer that does not track, a storage with
-            ``ndim > 1``, or a priority sampler that holds fewer slots than the storage.
+        ValueError: for ``track_generations=True`` with a writer that does not track, a priority
+            sampler that holds fewer slots than the storage, or with ``ndim > 1`` a TensorStorage
+            made of records or a sampler of one dimension.
         TypeError: for a kind of storage that cannot be tracked.
 
     Examples:
@@ -273,6 +277,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
+            check_dimensions(storage, self._sampler, writer)
         if _stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
@@ -318,10 +323,14 @@ class ConditionalPriorityUpdates(_Buffer):
         sampler = self.__dict__.get("_sampler")
         if sampler is None:  # another thread still builds the buffer
             return
-        if self._table is None:
+        table = self._table
+        if table is None:
             super().mark_update(index)
-        else:
-            write_default(sampler, index, self._storage)
+            return
+        if table.grid is not None:
+            self._check_tree(self._storage, self._priority_sampler)
+            index = index[index[:, 0] < table.length]  # the others have no leaf yet
+        write_default(sampler, index, self._storage)
 
     # ------------------------------------------------------------------ writing records
 
@@ -411,13 +420,38 @@ class ConditionalPriorityUpdates(_Buffer):
             unstamped = table.num_advances == advances and not _stamps_late(self._writer)
             if unstamped and index is not None:
                 # A user's writer that does not stamp. -1 is a row that it rejected.
-                slots = torch.as_tensor(index).reshape(-1)
-                table.advance(slots[slots >= 0])
+                slots = torch.as_tensor(index)
+                if table.grid is None:
+                    slots = slots.reshape(-1)
+                    table.advance(slots[slots >= 0])
+                else:
+                    table.advance(slots[(slots >= 0).all(-1)])
             if return_generation:
                 return index, row_generations(table, -1 if index is None else index)
             return index
         finally:
             table.lock.release()
+
+    @_maybe_delay_init
+    def update_if_present(  # noqa: D417
+        self, *, index: Any, generation: Any, **kwargs: Any
+    ) -> ConditionalUpdateResult:
+        """Patches fields of records that are still in their slots.
+
+        See :meth:`torchrl.data.ReplayBuffer.update_if_present` for the other arguments.
+
+        Keyword Args:
+            index (torch.Tensor): slots, or with ``ndim > 1`` coordinates ``[N, ndim]``. One that is
+                negative or out of range is stale.
+            generation (torch.Tensor): their stamps.
+
+        Returns:
+            ConditionalUpdateResult: as TorchRL's.
+        """
+        table = self._table
+        if table is not None and table.grid is not None:
+            index, generation = table.grid.without_outsiders(index, generation)
+        return super().update_if_present(index=index, generation=generation, **kwargs)
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -427,7 +461,10 @@ class ConditionalPriorityUpdates(_Buffer):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._locked() as table:
-            slots = slots_written(index, value, self._storage)
+            if table.grid is None:
+                slots = slots_written(index, value, self._storage)
+            else:
+                slots = table.grid.slots_assigned(index, self.dim_extend)
             table.advance(slots)
             try:
                 super().__setitem__(index, without_stamps(value))
@@ -480,7 +517,13 @@ class ConditionalPriorityUpdates(_Buffer):
             if self._writes_under_way and isinstance(index, torch.Tensor):
                 # The priorities that the records of a write carry.
                 priority = torch.as_tensor(priority).to(self._priority_dtype)
-                if index.numel() > table.stamps.numel():
+                if table.grid is not None:
+                    priority = priority_per_cell(priority, index.shape[:1], self.dim_extend)
+                    if priority.ndim > 1:
+                        priority = _reduce(priority.flatten(1), self._sampler.reduction, dim=1)
+                    stays = last_rows(table.grid.number(index))
+                    index, priority = index[stays], priority[stays] if priority.ndim else priority
+                elif index.numel() > table.stamps.numel():
                     # A row that the call itself overwrote has no record any more.
                     stays = last_rows(index)
                     index, priority = index[stays], priority[stays]
@@ -498,7 +541,8 @@ class ConditionalPriorityUpdates(_Buffer):
         Keyword Args:
             index: the slots of N handles, as ``sample`` or ``extend`` gave them: int, sequence of
                 ints, NumPy array, integer tensor, or the tuple of per-dimension tensors of a
-                sampler. Trailing dimensions must repeat the slot.
+                sampler. Trailing dimensions must repeat the slot. With ``ndim > 1``, coordinates: a
+                tuple of one tensor per dimension, or a ``[..., ndim]`` tensor.
             generation: their stamps, integer, one per handle; never broadcast.
             priority: one per handle, or one for all. Finite, not negative, and such that
                 ``(priority + eps) ** alpha`` (the sampling weight of Schaul et al. 2015,
@@ -508,15 +552,17 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Returns:
             PriorityUpdateResult: ``updated_mask``, ``num_updated`` and ``num_stale``. The mask is
-            ``[N]``, or ``[]`` for an integer index. A handle is stale, which is no error, if its
-            record is gone, its stamp is -1, or its slot is out of range or past the length of the
-            storage. Of a live handle that comes twice, the last row wins; both count as updated.
+            ``[N]``, or ``[]`` for an integer index; for coordinates, it has their leading shape. A
+            handle is stale, which is no error, if its record is gone, its stamp is -1, or its slot
+            is out of range or past the length of the storage. Of a live handle that comes twice,
+            the last row wins; both count as updated.
 
         Raises:
             RuntimeError: if the writer does not track or the sampler has no priorities.
             TypeError: if ``index`` or ``generation`` is not integer or ``priority`` is no number.
-            ValueError: if the numbers of handles, stamps and priorities differ, or for the first
-                priority outside its range. Nothing has changed then.
+            ValueError: if the numbers of handles, stamps and priorities differ, for the first
+                priority outside its range, or for a 1-D index with ``ndim > 1``, which could be
+                slots or cells. Nothing has changed then.
 
         Examples:
             >>> import torch
@@ -540,14 +586,19 @@ class ConditionalPriorityUpdates(_Buffer):
         held = self._hold()
         try:
             table, sampler = self._conditional_parts(name)
-            slots, taken, mask_shape, device = checked_handles(index, generation)
+            grid = table.grid
+            if grid is None:
+                slots, taken, mask_shape, device = checked_handles(index, generation)
+            else:  # from here on cells, by the numbers of their leaves
+                slots, taken, mask_shape, device = checked_cells(index, generation, grid)
+                priority = priority_per_cell(priority, mask_shape, self.dim_extend)
             values, highest = checked_priority(priority, slots.numel(), sampler)
             ahead = False
             if self._learner_sampler is not None:
                 ahead = self._may_write_ahead(table, sampler, highest)
                 if not ahead:
                     self._catch_up()
-            live = kept = table.live(slots, taken)
+            live = kept = table.live(slots if grid is None else slots // grid.width, taken)
             if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
@@ -611,6 +662,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 )
         if of_anchors:
             return self._update_anchors(data)
+        if self._storage.ndim > 1:
+            return self._update_cells(data)
         of_td = self._get_priority_vector if data.ndim else self._get_priority_item
         return self.update_priority_if_present(
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
@@ -630,6 +683,15 @@ class ConditionalPriorityUpdates(_Buffer):
         if mask.ndim > 1:
             mask = mask.flatten(1).all(1)
         return PriorityUpdateResult(updated_mask=mask, batch_size=mask.shape)
+
+    def _update_cells(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a sample's cells that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        return self.update_priority_if_present(
+            index=data.get("index").unbind(-1),
+            generation=data.get(GENERATION_KEY),
+            priority=data.get(self.priority_key, sampler.default_priority),
+        )
 
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
@@ -817,7 +879,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 give_default_priority(self._storage, table.records())
                 raise
             # Ours came with the records; what another buffer has was for those of before.
-            gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
+            known = min(before.numel(), table.stamps.numel())  # it may have grown or got its shape
+            gone = (table.stamps[:known] != before[:known]).nonzero().reshape(-1)
             others = [entity for entity in self._storage._attached_entities if entity is not self]
             give_default_priority(self._storage, gone, others)
             if table.ran_on is not None:
@@ -942,13 +1005,20 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Raises:
             TypeError: for a kind of storage that cannot be tracked.
-            ValueError: for ``ndim > 1``, or more slots than the priority sampler holds.
+            ValueError: for more slots than the priority sampler holds, or a number of dimensions
+                that the sampler does not know.
         """
         writer = self._writer
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
         self._check_tree(storage, self._priority_sampler)
         self._check_processes(storage, self._sampler)
+        check_dimensions(storage, self._learner_sampler or self._sampler, writer)
+        if storage.ndim > 1 and self._learner_sampler is not None:
+            raise ValueError(
+                f"An asynchronous learner (sync=False) needs a storage with ndim=1: got ndim="
+                f"{storage.ndim}."
+            )
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
             former = self._storage
@@ -995,6 +1065,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if table is None:
             return super().set_sampler(sampler)
         self._check_tree(self._storage, sampler)
+        check_dimensions(self._storage, sampler, self._writer)
         if self._learner_sampler is None and not isinstance(self._sampler, PrioritizedSampler):
             self._check_processes(self._storage, sampler)
         with self._settled(table):
@@ -1130,6 +1201,29 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         return super().extend(
             tensordicts, update_priority=update_priority, return_generation=return_generation
         )
+
+    # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
+    # takes the slots in them for the cells to give a priority to.
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        grid = None if self._table is None else self._table.grid
+        added = grid is not None and tensordict.shape[: grid.ndim - 1].numel() == len(index)
+        if grid is not None and added:
+            tensordict.set("index", index.reshape(*tensordict.shape[: grid.ndim - 1], grid.ndim))
+        else:
+            super()._set_index_in_td(tensordict, index)
+
+    @_maybe_delay_init
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Writes the priorities of a sample by slot; see TorchRL's method of the same name."""
+        grid = None if self._table is None else self._table.grid
+        if grid is None or not self._writes_under_way:
+            super().update_tensordict_priority(data)
+            return
+        priority = data.get(self.priority_key, None)
+        if priority is not None:
+            index = data.get("index").reshape(-1, grid.ndim)
+            self.update_priority(index, priority.reshape(len(index), -1))
 
 
 class TensorDictPrioritizedReplayBuffer(
