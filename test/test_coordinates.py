@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 
 import numpy as np
@@ -852,6 +853,50 @@ def test_a_checkpoint_of_another_shape_is_refused_and_nothing_changed(way, tmp_p
         load(tmp_path if way == "dump" else rb.state_dict())
     assert stamps(other).tolist() == [0, 0, -1, -1, -1]
     assert leaves(other) == [1] * 6 + [0] * 9
+
+
+def write_two_rows(rb):
+    torch.set_num_threads(1)
+    rb.extend(td_rows(50, 2))
+
+
+@pytest.mark.parametrize(
+    ("method", "make", "first"),
+    [
+        ("fork", LazyTensorStorage, "parent"),
+        ("spawn", LazyMemmapStorage, "parent"),
+        ("fork", LazyMemmapStorage, "child"),
+        ("spawn", LazyTensorStorage, "child"),
+    ],
+)
+def test_the_rows_that_another_process_writes_are_stale(method, make, first):
+    rb = TensorDictReplayBuffer(
+        storage=make(CELLS - 1, ndim=2, shared_init=first == "child"),  # rounded up to 12 cells
+        dim_extend=0,
+        batch_size=6,
+        track_generations=True,
+    )
+    rb.share()
+    if first == "parent":
+        rb.extend(td_rows(0, 4))
+        held = rb.sample()
+    process = multiprocessing.get_context(method).Process(
+        target=write_two_rows, args=(rb,), daemon=True
+    )
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    table = SlotGenerations.attach(rb.storage)
+    if first == "parent":
+        live = table.is_live(held["index"], held["index_generation"])
+        assert live.tolist() == (held["index"][:, 0] >= 2).tolist()
+        assert rb.storage[:, 0]["id"].tolist() == [500, 510, 20, 30]
+    else:
+        assert table.of(range(4)).tolist() == [0, 0, -1, -1]
+        index, generation = rb.extend(td_rows(0, 3), return_generation=True)
+        assert index[::WIDTH, 0].tolist() == [2, 3, 0]
+        assert generation[::WIDTH].tolist() == [0, 0, 1]
+        assert rb.storage[:, 0]["id"].tolist() == [20, 510, 0, 10]
 
 
 @pytest.mark.gpu

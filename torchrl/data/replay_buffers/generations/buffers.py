@@ -329,7 +329,8 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         if table.grid is not None:
             self._check_tree(self._storage, self._priority_sampler)
-            index = index[index[:, 0] < table.length]  # the others have no leaf yet
+            if isinstance(index, torch.Tensor) and index.ndim > 1:
+                index = index[index[:, 0] < table.length]  # the others have no leaf yet
         write_default(sampler, index, self._storage)
 
     # ------------------------------------------------------------------ writing records
