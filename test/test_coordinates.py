@@ -561,6 +561,14 @@ def test_write_at_puts_rows_anywhere_and_the_slots_that_it_counts_in_get_a_stamp
     assert leaves(rb) == [1] * 12
 
 
+def test_write_at_counts_in_the_rows_up_to_its_own():
+    rb = grid(1)
+    rb.writer.write_at(torch.tensor([2]), rows(7, 1))
+    assert len(rb.storage) == 3 * WIDTH
+    assert stamps(rb).tolist() == [0, 0, 0, -1]
+    assert leaves(rb) == [1] * 9 + [0] * 3
+
+
 def test_a_sample_put_back_is_stored_without_its_stamps():
     rb = td_grid(0, dim_extend=1, batch_size=6)
     rb.extend(td_rows(0, 2))  # [B, T]: slots 0 to 2 of two cells

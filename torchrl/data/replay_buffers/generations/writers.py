@@ -297,6 +297,15 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
     def _label(self, data: Any, index: Any) -> None:
         """Rewrites the caller's ``index`` where TorchRL's writer of this kind does; here not."""
 
+    def _update_storage_len_for_write_at(self, index: Any) -> None:
+        grid = None if self.table is None else self.table.grid
+        slots = torch.as_tensor(index)
+        if grid is not None and slots.numel():  # the length counts cells, TorchRL takes slots
+            cells = (int(slots.max()) + 1) * grid.width
+            self._storage._len = min(max(len(self._storage), cells), self._storage.max_size)
+        else:
+            super()._update_storage_len_for_write_at(index)
+
     def _bump_generation(self, index: Any, data: Any) -> None:
         """TorchRL's methods call this after the data; the stamps have advanced before it."""
 
