@@ -1208,9 +1208,8 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
 
     def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
         grid = None if self._table is None else self._table.grid
-        added = grid is not None and tensordict.shape[: grid.ndim - 1].numel() == len(index)
-        if grid is not None and added:
-            tensordict.set("index", index.reshape(*tensordict.shape[: grid.ndim - 1], grid.ndim))
+        if grid is not None and tensordict.shape == grid.row:  # one record
+            tensordict.set("index", index.reshape(*grid.row, grid.ndim))
         else:
             super()._set_index_in_td(tensordict, index)
 
