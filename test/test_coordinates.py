@@ -912,14 +912,14 @@ def test_the_rows_that_another_process_writes_are_stale(method, make, first):
 @pytest.mark.parametrize("handles_on", ["cpu", "cuda"])
 def test_coordinates_on_another_device_than_the_storage(handles_on):
     storage_on = "cpu" if handles_on == "cuda" else "cuda"
-    rb = PrioritizedReplayBuffer(
-        **PER,
+    rb = ReplayBuffer(
         storage=LazyTensorStorage(CELLS, ndim=2, device=storage_on),
+        sampler=PrioritizedSampler(CELLS, **PER, device="cpu"),  # TorchRL's wheel has no other
         dim_extend=0,
         track_generations=True,
     )
     rb.extend(rows(0, 4).to(storage_on))
-    rewrite(rb, 1)
+    rb.extend(rows(4, 1).to(storage_on))
     result = rb.update_priority_if_present(
         index=torch.tensor([[0, 0], [1, 1], [1, 1]], device=handles_on),
         generation=torch.tensor([0, 0, 0], device=handles_on),

@@ -9,12 +9,19 @@ import pytest
 import torch
 from common import CAPACITY, PER, handles, ids, leaves, td_buffer
 from tensordict import TensorDict
-from torchrl.data import CompressedListStorage, LazyStackStorage, ListStorage
+from torchrl.data import (
+    CompressedListStorage,
+    LazyStackStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+)
 from torchrl.data.replay_buffers import Storage, StorageEnsemble, StoreStorage
 from torchrl.data.replay_buffers.generations import (
     ReplayBuffer,
     SlotGenerations,
     TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
 )
 
 LISTS = [ListStorage, LazyStackStorage, CompressedListStorage]
@@ -189,3 +196,33 @@ def test_a_storage_of_another_kind_is_refused_with_what_to_use(storage):
         with pytest.raises(TypeError, match="got Elsewhere"):
             ReplayBuffer(storage=storage, collate_fn=list, track_generations=True)
         assert ReplayBuffer(storage=storage, collate_fn=list).storage is storage  # off is off
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("records_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("handles_on", ["cpu", "cuda"])
+def test_handles_may_be_on_another_device_than_the_storage(records_on, handles_on):
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(CAPACITY, device=records_on),
+        sampler=PrioritizedSampler(CAPACITY, **PER, device="cpu"),  # TorchRL's wheel has no other
+        batch_size=4,
+        track_generations=True,
+    )
+    rb.extend(ids(range(8)).to(records_on))
+    before = handles(rb)
+    rb.writer._cursor = 0
+    rb.extend(ids(range(8, 11)).to(records_on))
+
+    result = rb.update_priority_if_present(
+        index=before["index"].to(handles_on),
+        generation=before["generation"].to(handles_on),
+        priority=torch.arange(2.0, 10.0, device=handles_on),
+    )
+
+    assert result.updated_mask.device.type == handles_on
+    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+    assert leaves(rb) == [1, 1, 1, 5, 6, 7, 8, 9]
+    sample = rb.sample().to(handles_on)
+    sample["td_error"] = torch.full((4,), 3.0, device=handles_on)
+    assert rb.update_tensordict_priority_if_present(sample).num_updated == 4

@@ -613,7 +613,8 @@ class ConditionalPriorityUpdates(_Buffer):
                     if values.ndim:
                         values = values.index_select(0, rows.to(values.device))
             if num_kept:
-                write_priority(sampler, slots, values, highest, self._storage)
+                leaves = slots if slots.is_cpu else slots.to(values.device)
+                write_priority(sampler, leaves, values, highest, self._storage)
                 if ahead and self._seen is not None:  # else they would be taken for unseen
                     self._seen[slots] = table.stamps[slots]
         finally:
