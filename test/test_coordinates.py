@@ -262,6 +262,17 @@ def test_records_that_were_there_before_the_table_get_handles_that_work():
     assert result.updated_mask.tolist() == [True, False]
 
 
+def test_a_storage_that_gets_its_device_with_its_shape():
+    rb = grid(
+        written=0, storage=lambda *size, **kwargs: LazyTensorStorage(*size, device="auto", **kwargs)
+    )
+    rb.extend(rows(0, 2))
+    assert rb.storage.device == torch.device("cpu")
+    assert stamps(rb).tolist() == [0, 0, -1, -1]
+    result = rb.update_priority_if_present(index=[[1, 1]], generation=[0], priority=2.0)
+    assert result.num_updated == 1
+
+
 def test_three_dimensions():
     rb = PrioritizedReplayBuffer(
         **PER, storage=LazyTensorStorage(12, ndim=3), dim_extend=0, track_generations=True
@@ -774,6 +785,53 @@ def test_a_users_writer_that_returns_coordinates_advances_each_row_once():
     _, generation = rb.extend(rows(0, 2), return_generation=True)
     assert generation.tolist() == [1] * 6
     assert stamps(rb).tolist() == [1, 1, -1, -1]
+
+
+def test_a_users_writer_never_writes_past_the_end_of_a_tree():
+    class Mine(RoundRobinWriter):
+        def extend(self, data):
+            return StockWriter.extend(self, data)
+
+    rb = PrioritizedReplayBuffer(
+        **PER,
+        storage=LazyTensorStorage(14, ndim=2),
+        writer=Mine(track_generations=True),
+        dim_extend=0,
+    )
+    with pytest.raises(ValueError, match="a leaf for every slot: got max_capacity=14"):
+        rb.extend(torch.zeros(1, 9))  # 2 rows, 18 cells
+    assert leaves(rb) == [0] * 14
+
+
+def test_another_storage_of_more_dimensions():
+    rb = grid()
+    held, generation = torch.tensor(ALL_CELLS), torch.zeros(12, dtype=torch.int64)
+    rb.set_storage(LazyTensorStorage(6, ndim=2))
+    assert not rb._table.is_live(held, generation).any()
+    index, generation = rb.extend(torch.arange(6).reshape(3, 2), return_generation=True)
+    priority = torch.arange(2.0, 8.0)
+    result = rb.update_priority_if_present(index=index, generation=generation, priority=priority)
+    assert result.num_updated == 6
+    assert leaves(rb)[:6] == priority.tolist()
+
+
+def test_compiled_writes_and_samples_stamp_rows():
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(CELLS, ndim=2, compilable=True),
+        dim_extend=0,
+        batch_size=4,
+        compilable=True,
+        track_generations=True,
+    )
+    extend = torch.compile(rb.extend, backend="eager")
+    sample = torch.compile(lambda: rb.sample(return_info=True), backend="eager")
+    expected = [[0, 0, 0, -1], [1, 1, 0, 0], [2, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 2]]
+    for call, generations in enumerate(expected):
+        extend(rows(10 * call, 3))
+        data, info = sample()
+        assert stamps(rb).tolist() == generations
+        assert info["index_generation"].tolist() == stamps(rb)[info["index"][0]].tolist()
+        assert data.tolist() == rb.storage[:][info["index"]].tolist()
 
 
 def test_an_asynchronous_learner_is_refused():

@@ -191,6 +191,21 @@ def test_anchor_stamps_are_taken_under_the_lock_that_the_anchors_were_sampled_un
     assert rb.sample()["anchor_generation"].tolist() == [0] * 4
 
 
+def test_an_asynchronous_learner_writes_to_the_anchors_too():
+    rb = td_buffer(0, sample_unit=Sequence(length=2), batch_size=8, sync=False)
+    rb.extend(steps(0, 8))
+    sample = rb.sample()
+    rb.extend(steps(8, 4))  # slots 0 to 3
+    sample["td_error"] = torch.full((16,), 5.0)
+
+    result = rb.update_tensordict_priority_if_present(sample)
+
+    live = sample["anchor_index"] >= 4
+    assert result.updated_mask.tolist() == live.tolist()
+    updated = set(sample["anchor_index"][live].tolist())
+    assert leaves(rb)[4:] == [5.0 if slot in updated else 1.0 for slot in range(4, 8)]
+
+
 def test_a_sequence_unit_of_an_untracked_buffer_adds_no_key():
     storage = LazyTensorStorage(8)
     tracking = ReplayBuffer(storage=storage, track_generations=True)

@@ -684,7 +684,7 @@ class ConditionalPriorityUpdates(_Buffer):
         mask = result.updated_mask[which]
         if mask.ndim > 1:
             mask = mask.flatten(1).all(1)
-        return PriorityUpdateResult(updated_mask=mask, batch_size=mask.shape)
+        return PriorityUpdateResult.of(mask)
 
     def _update_cells(self, data: TensorDictBase) -> PriorityUpdateResult:
         """Writes the priorities of a sample's cells that are still in their slots."""

@@ -137,9 +137,9 @@ class SlotGenerations(SharedState):
         shape = shape_of_records(storage) if storage.ndim > 1 and storage.initialized else None
         if shape is not None and shape.numel() != storage.max_size:
             raise ValueError(
-                f"Generation tracking with ndim={storage.ndim} needs a lazy storage: got a "
-                f"TensorStorage made of records of shape {tuple(shape)}, whose {shape[0]} slots "
-                f"TorchRL takes for cells. Use LazyTensorStorage({shape.numel()}, "
+                f"Generation tracking with ndim={storage.ndim} needs a max_size that counts cells: "
+                f"got {type(storage).__name__} with max_size={storage.max_size} and records of "
+                f"shape {tuple(shape)}. Use LazyTensorStorage({shape.numel()}, "
                 f"ndim={storage.ndim}) and extend it with the records."
             )
         with _attaching:
@@ -261,9 +261,9 @@ class SlotGenerations(SharedState):
     def is_traced(self) -> bool:
         """Whether this is a compiled region, which takes no lock and where nothing may branch.
 
-        After a restore, and where the table grows, it breaks the graph instead.
+        After a restore, where the table grows, and with ``ndim > 1``, it breaks the graph instead.
         """
-        return is_compiling() and self._fixed_size and self._restored is None
+        return is_compiling() and self._fixed_size and self._restored is None and self.grid is None
 
     def _of_traced(self, slots: torch.Tensor) -> torch.Tensor:
         stamps = self._stamps
