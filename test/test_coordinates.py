@@ -153,6 +153,27 @@ def test_a_first_write_that_makes_more_cells_than_leaves_is_refused_and_nothing_
     assert leaves(rb) == [1] * 14
 
 
+def test_after_a_refused_first_write_a_larger_tree_helps():
+    rb = PrioritizedReplayBuffer(
+        **PER, storage=LazyTensorStorage(14, ndim=2), dim_extend=0, track_generations=True
+    )
+    with pytest.raises(ValueError, match="or the sampler a larger max_capacity"):
+        rb.extend(torch.zeros(1, 9))
+    rb.set_sampler(PrioritizedSampler(18, **PER))
+    rb.extend(torch.zeros(1, 9))
+    assert leaves(rb) == [1] * 9 + [0] * 9
+
+
+def test_a_first_write_of_a_torchrl_buffer_gives_the_table_its_shape():
+    storage = LazyTensorStorage(CELLS, ndim=2)
+    rb = ReplayBuffer(storage=storage, dim_extend=0, track_generations=True)
+    StockReplayBuffer(storage=storage, dim_extend=0).extend(rows(0, 3))
+    assert rb.writer.generations_of([[0, 2], [0, 3], [2, 0], [3, 0]]).tolist() == [0, -1, 0, -1]
+    index = rb.extend(rows(4, 5))  # the cursor of this writer is still at 0
+    assert index[::WIDTH, 0].tolist() == [0, 1, 2, 3, 0]
+    assert stamps(rb).tolist() == [2, 1, 1, 0]
+
+
 # ------------------------------------------------------------------ stamps
 
 

@@ -30,20 +30,24 @@ class Grid:
 
     Attributes:
         ndim (int): its number of dimensions.
-        row (torch.Size): the shape of a slot; empty before it is known.
         slots (int): how many slots it can hold; before that is known, how many at most.
-        leaves (int): how many cells the priority trees over it can hold.
         settled (bool): whether this is known from the records.
     """
 
     def __init__(self, storage: TensorStorage) -> None:
         self._storage = storage
         self.ndim: int = storage.ndim
-        self.row = torch.Size([])
+        self._row = torch.Size([])
         self.slots: int = storage.max_size
-        self.leaves: int = torch.iinfo(torch.int64).max
         self.settled = False
         self.settle()
+
+    @property
+    def row(self) -> torch.Size:
+        """The shape of a slot; empty before it is known."""
+        if not self.settled:
+            self.settle()
+        return self._row
 
     @property
     def width(self) -> int:
@@ -59,7 +63,7 @@ class Grid:
         """Takes over the shape of the records, if the storage has some."""
         if not self.settled and self._storage.initialized:
             shape = shape_of_records(self._storage)
-            self.row, self.slots = shape[1:], shape[0]
+            self._row, self.slots = shape[1:], shape[0]
             # A process that opens another's records is not told that the capacity was rounded up.
             self._storage.max_size = shape.numel()
             self.settled = True
@@ -72,27 +76,24 @@ class Grid:
             single (bool, optional): see there. Defaults to False.
 
         Raises:
-            ValueError: if the data lacks dimensions, or makes more cells than a priority tree over
+            ValueError: if the data lack dimensions, or make more cells than a priority tree over
                 the storage has leaves: the compiled tree checks no bounds. Nothing has changed.
         """
         storage = self._storage
-        if storage.initialized:
-            return
         row = _row_of(data, self.ndim, single)
         slots = -(storage.max_size // -row.numel())
         cells = slots * row.numel()
         for entity in storage._attached_entities:
             sampler = getattr(entity, "_sampler", None)
-            if isinstance(sampler, PrioritizedSampler):
-                self.leaves = min(self.leaves, sampler.max_size)
-        if cells > self.leaves:
-            raise ValueError(
-                f"A first write of records of shape {tuple(row)} rounds max_size="
-                f"{storage.max_size} up to {slots} slots with {cells} cells: a priority sampler "
-                f"over this storage holds {self.leaves}. Give the storage a max_size that is a "
-                f"multiple of {row.numel()}, or the sampler a larger max_capacity."
-            )
-        self.row, self.slots = row, slots
+            if isinstance(sampler, PrioritizedSampler) and sampler.max_size < cells:
+                raise ValueError(
+                    f"A first write of records of shape {tuple(row)} rounds max_size="
+                    f"{storage.max_size} up to {slots} slots with {cells} cells: a priority "
+                    f"sampler over this storage holds {sampler.max_size}. Give the storage a "
+                    f"max_size that is a multiple of {row.numel()}, or the sampler a larger "
+                    "max_capacity."
+                )
+        self._row, self.slots = row, slots
 
     def split(self, index: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the slots that ``index`` names, and of coordinates which are of the row's shape.
@@ -165,8 +166,7 @@ class Grid:
         Raises:
             ValueError: if the storage has no records, and so no shape.
         """
-        self.settle()
-        if not self.settled:
+        if not self.row:
             raise ValueError(
                 f"rb[index] = records needs a storage that has its shape when ndim={self.ndim}: "
                 "got one that was never written. Use extend()."

@@ -183,6 +183,8 @@ class SlotGenerations(SharedState):
     @property
     def capacity(self) -> int:
         """How many slots the storage can hold."""
+        if self._shape_is_open:
+            self._close()
         return self._capacity
 
     @property
@@ -192,6 +194,8 @@ class SlotGenerations(SharedState):
 
     def fit(self, data: Any, single: bool = False) -> None:
         """Readies a storage with ``ndim > 1`` for its first write; see :meth:`Grid.fit`."""
+        if self._shape_is_open:
+            self._close()
         if self.grid is not None and self._shape_is_open:
             self.grid.fit(data, single)
             self._capacity = self._tree_slots = self.grid.slots
@@ -509,7 +513,6 @@ class SlotGenerations(SharedState):
         tree checks no bounds. With ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
         """
         if self.grid is not None:
-            self.grid.leaves = min(self.grid.leaves, slots)
             return
         self._tree_slots = min(self._tree_slots, slots)
 
