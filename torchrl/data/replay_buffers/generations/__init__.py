@@ -7,8 +7,10 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
-validates an update, and ``result.py`` is what it reports. ``max_value.py`` and ``users_writers.py``
-are about further writers, ``ensembles.py`` about several buffers in one.
+validates an update, and ``result.py`` is what it reports. ``coordinates.py`` knows the cells of a
+slot with ``ndim > 1``, ``units.py`` the anchors of sequences, ``sampling.py`` TorchRL's samplers;
+``max_value.py`` and ``users_writers.py`` are about further writers, ``ensembles.py`` about several
+buffers in one.
 """
 
 from __future__ import annotations

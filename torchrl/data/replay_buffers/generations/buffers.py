@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
+    ConditionalUpdateResult,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     Sampler,
+    SampleUnit,
     Storage,
     Writer,
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
-from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
+from torchrl.data.replay_buffers.utils import _reduce
 
 from . import dumps
 from .checks import (
@@ -39,13 +42,16 @@ from .checks import (
     checked_handles,
     checked_priority,
 )
+from .coordinates import checked_cells, priority_per_cell
 from .index import names_field, slots_written
 from .max_value import TensorDictMaxValueWriter, check_ranks
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
+from .sampling import check_dimensions, unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
+from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities, stamped_unit
 from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
 from .writers import (
     GENERATION_KEY,
@@ -90,8 +96,9 @@ class ConditionalPriorityUpdates(_Buffer):
         writer (Writer or Callable[[], Writer], optional): see :class:`torchrl.data.ReplayBuffer`.
 
     Raises:
-        ValueError: for ``track_generations=True`` with a writer that does not track, a storage with
-            ``ndim > 1``, or a priority sampler that holds fewer slots than the storage.
+        ValueError: for ``track_generations=True`` with a writer that does not track, a priority
+            sampler that holds fewer slots than the storage, or with ``ndim > 1`` a TensorStorage
+            made of records or a sampler of one dimension.
         TypeError: for a kind of storage that cannot be tracked.
 
     Examples:
@@ -104,6 +111,7 @@ class ConditionalPriorityUpdates(_Buffer):
     """
 
     _initialized: bool
+    _sample_unit: SampleUnit | None
     _init_storage: Any
     # TorchRL's own locks, for a storage without a table.
     _stock_write_lock: Any = contextlib.nullcontext()
@@ -228,6 +236,7 @@ class ConditionalPriorityUpdates(_Buffer):
             )
             tracked = self._table is not None
             super()._init()
+            self._sample_unit = stamped_unit(self._sample_unit, self._writer.tracks_generations)
             table = self._table
             if table is not None:
                 self._limit_to_tree()
@@ -269,6 +278,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
+            check_dimensions(storage, self._sampler, writer)
         if stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
@@ -316,10 +326,15 @@ class ConditionalPriorityUpdates(_Buffer):
         sampler = self.__dict__.get("_sampler")
         if sampler is None:  # another thread still builds the buffer
             return
-        if self._table is None:
+        table = self._table
+        if table is None:
             super().mark_update(index)
-        else:
-            write_default(sampler, index, self._storage)
+            return
+        if table.grid is not None:
+            self._check_tree(self._storage, self._priority_sampler)
+            if isinstance(index, torch.Tensor) and index.ndim > 1:
+                index = index[index[:, 0] < table.length]  # the others have no leaf yet
+        write_default(sampler, index, self._storage)
 
     # ------------------------------------------------------------------ writing records
 
@@ -408,6 +423,41 @@ class ConditionalPriorityUpdates(_Buffer):
             table.lock.release()
 
     @_maybe_delay_init
+    def update_if_present(  # noqa: D417
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Any,
+        version_key: NestedKey | None = None,
+        version: int | torch.Tensor | None = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Patches fields of records that are still in their slots.
+
+        See :meth:`torchrl.data.ReplayBuffer.update_if_present` for the other arguments.
+
+        Keyword Args:
+            index (torch.Tensor): slots, or with ``ndim > 1`` coordinates ``[N, ndim]``. One that is
+                negative or out of range is stale.
+            generation (torch.Tensor): their stamps.
+
+        Returns:
+            ConditionalUpdateResult: as TorchRL's.
+        """
+        table = self._table
+        if table is not None and table.grid is not None:
+            index, generation = table.grid.without_outsiders(index, generation)
+        return super().update_if_present(
+            index=index,
+            generation=generation,
+            patch=patch,
+            version_key=version_key,
+            version=version,
+            require_newer=require_newer,
+        )
+
+    @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
         if self._table is None or names_field(index):
             super().__setitem__(index, value)
@@ -415,7 +465,10 @@ class ConditionalPriorityUpdates(_Buffer):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._locked() as table:
-            slots = slots_written(index, value, self._storage)
+            if table.grid is None:
+                slots = slots_written(index, value, self._storage)
+            else:
+                slots = table.grid.slots_assigned(index, self.dim_extend)
             table.advance(slots)
             try:
                 super().__setitem__(index, without_stamps(value))
@@ -433,6 +486,19 @@ class ConditionalPriorityUpdates(_Buffer):
             if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
                 table.advance_written()
             self._seen = None
+
+    # ------------------------------------------------------------------ sampling
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        sampler = self._sampler
+        if not isinstance(sampler, PrioritizedSliceSampler) or self._table is None:
+            return super()._sample(batch_size)
+        try:
+            return super()._sample(batch_size)
+        except BaseException:
+            with self._locked():
+                unmask_leaves(sampler)
+            raise
 
     # ------------------------------------------------------------------ priorities
 
@@ -456,7 +522,13 @@ class ConditionalPriorityUpdates(_Buffer):
                 # The priorities that the records of a write carry.
                 stamp_rest(table, self._storage, index)
                 priority = torch.as_tensor(priority).to(self._priority_dtype)
-                if index.numel() > table.stamps.numel():
+                if table.grid is not None:
+                    priority = priority_per_cell(priority, index.shape[:1], self.dim_extend)
+                    if priority.ndim > 1:
+                        priority = _reduce(priority.flatten(1), self._sampler.reduction, dim=1)
+                    stays = last_rows(table.grid.number(index))
+                    index, priority = index[stays], priority[stays] if priority.ndim else priority
+                elif index.numel() > table.stamps.numel():
                     # A row that the call itself overwrote has no record any more.
                     stays = last_rows(index)
                     index, priority = index[stays], priority[stays]
@@ -474,7 +546,8 @@ class ConditionalPriorityUpdates(_Buffer):
         Keyword Args:
             index: the slots of N handles, as ``sample`` or ``extend`` gave them: int, sequence of
                 ints, NumPy array, integer tensor, or the tuple of per-dimension tensors of a
-                sampler. Trailing dimensions must repeat the slot.
+                sampler. Trailing dimensions must repeat the slot. With ``ndim > 1``, coordinates: a
+                tuple of one tensor per dimension, or a ``[..., ndim]`` tensor.
             generation: their stamps, integer, one per handle; never broadcast.
             priority: one per handle, or one for all. Finite, not negative, and such that
                 ``(priority + eps) ** alpha`` (the sampling weight of Schaul et al. 2015,
@@ -484,15 +557,17 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Returns:
             PriorityUpdateResult: ``updated_mask``, ``num_updated`` and ``num_stale``. The mask is
-            ``[N]``, or ``[]`` for an integer index. A handle is stale, which is no error, if its
-            record is gone, its stamp is -1, or its slot is out of range or past the length of the
-            storage. Of a live handle that comes twice, the last row wins; both count as updated.
+            ``[N]``, or ``[]`` for an integer index; for coordinates, it has their leading shape. A
+            handle is stale, which is no error, if its record is gone, its stamp is -1, or its slot
+            is out of range or past the length of the storage. Of a live handle that comes twice,
+            the last row wins; both count as updated.
 
         Raises:
             RuntimeError: if the writer does not track or the sampler has no priorities.
             TypeError: if ``index`` or ``generation`` is not integer or ``priority`` is no number.
-            ValueError: if the numbers of handles, stamps and priorities differ, or for the first
-                priority outside its range. Nothing has changed then.
+            ValueError: if the numbers of handles, stamps and priorities differ, for the first
+                priority outside its range, or for a 1-D index with ``ndim > 1``, which could be
+                slots or cells. Nothing has changed then.
 
         Examples:
             >>> import torch
@@ -516,14 +591,16 @@ class ConditionalPriorityUpdates(_Buffer):
         held = self._hold()
         try:
             table, sampler = self._conditional_parts(name)
-            slots, taken, mask_shape, device = checked_handles(index, generation)
-            values, highest = checked_priority(priority, slots.numel(), sampler)
+            (slots, taken, mask_shape, device), (values, highest) = self._checked_update(
+                table, sampler, index, generation, priority
+            )
+            grid = table.grid
             ahead = False
             if self._learner_sampler is not None:
                 ahead = self._may_write_ahead(table, sampler, highest)
                 if not ahead:
                     self._catch_up()
-            live = kept = table.live(slots, taken)
+            live = kept = table.live(slots if grid is None else slots // grid.width, taken)
             if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
@@ -537,7 +614,8 @@ class ConditionalPriorityUpdates(_Buffer):
                     if values.ndim:
                         values = values.index_select(0, rows.to(values.device))
             if num_kept:
-                write_priority(sampler, slots, values, highest, self._storage)
+                leaves = slots if slots.is_cpu else slots.to(values.device)
+                write_priority(sampler, leaves, values, highest, self._storage)
                 if ahead and self._seen is not None:  # else they would be taken for unseen
                     self._seen[slots] = table.stamps[slots]
         finally:
@@ -556,16 +634,17 @@ class ConditionalPriorityUpdates(_Buffer):
         Args:
             data (TensorDictBase): a sample of this buffer, ``[N]`` or ``[N, T]``, with ``"index"``,
                 ``"index_generation"`` and the buffer's ``priority_key``. Without the latter the
-                default priority is written, as TorchRL does.
+                default priority is written, as TorchRL does. In a buffer with a ``Sequence`` unit,
+                a priority goes to the anchor of its row, by ``"anchor_index"`` and
+                ``"anchor_generation"``: of an anchor's valid rows, the largest.
 
         Returns:
-            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``.
+            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``, a flag for each row.
 
         Raises:
-            KeyError: if ``"index"`` or ``"index_generation"`` is missing.
+            KeyError: if one of these keys is missing, other than ``priority_key``.
             RuntimeError: if the writer does not track, the sampler has no priorities, or the buffer
                 is no tensordict buffer.
-            NotImplementedError: for a buffer with a ``Sequence`` sample unit.
         """
         name = "update_tensordict_priority_if_present"
         if not self._is_tensordict:
@@ -576,28 +655,67 @@ class ConditionalPriorityUpdates(_Buffer):
         self._conditional_parts(name)
         if not is_tensor_collection(data):
             raise TypeError(f"{name}() needs a tensordict: got {type(data).__name__}.")
-        if isinstance(self._sample_unit, SequenceUnit):
-            raise NotImplementedError(
-                f"{name}() does not know the stamps of a Sequence unit's anchors yet. Keep the "
-                "anchors' handles and use update_priority_if_present()."
-            )
-        for key in ("index", GENERATION_KEY):
+        of_anchors = isinstance(self._sample_unit, StampedSequence)
+        for key in ANCHOR_KEYS if of_anchors else ("index", GENERATION_KEY):
             if data.get(key, None) is None:
                 raise KeyError(
                     f"{name}() needs {key!r} in the sample: got {sorted(map(str, data.keys()))}. "
                     "Either it was sampled while the writer did not track, or a transform or a "
                     "select() dropped the key."
                 )
+        if of_anchors:
+            return self._update_anchors(data)
+        if self._storage.ndim > 1:
+            return self._update_cells(data)
         of_td = self._get_priority_vector if data.ndim else self._get_priority_item
         return self.update_priority_if_present(
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
         )
 
+    def _checked_update(
+        self,
+        table: SlotGenerations,
+        sampler: PrioritizedSampler,
+        index: Any,
+        generation: Any,
+        priority: Any,
+    ) -> tuple[Any, Any]:
+        """What :meth:`update_priority_if_present` got, validated: handles, and priorities."""
+        if table.grid is None:
+            handles = checked_handles(index, generation)
+        else:  # from here on cells, by the numbers of their leaves
+            handles = checked_cells(index, generation, table.grid)
+            priority = priority_per_cell(priority, handles[2], self.dim_extend)
+        return handles, checked_priority(priority, handles[0].numel(), sampler)
+
     def _check_update(self, index: Any, generation: Any, priority: Any) -> None:
         """Raises what :meth:`update_priority_if_present` would; changes nothing."""
-        _, sampler = self._conditional_parts("update_priority_if_present")
-        slots = checked_handles(index, generation)[0]
-        checked_priority(priority, slots.numel(), sampler)
+        table, sampler = self._conditional_parts("update_priority_if_present")
+        self._checked_update(table, sampler, index, generation, priority)
+
+    def _update_anchors(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a Sequence sample's anchors that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        priority = data.get(self.priority_key, None)
+        if priority is None:
+            priority = torch.full((data.numel(),), float(sampler.default_priority))
+        index, generation, priority, which = anchor_priorities(data, priority, sampler.reduction)
+        result = self.update_priority_if_present(
+            index=index, generation=generation, priority=priority
+        )
+        mask = result.updated_mask[which]
+        if mask.ndim > 1:
+            mask = mask.flatten(1).all(1)
+        return PriorityUpdateResult.of(mask)
+
+    def _update_cells(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a sample's cells that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        return self.update_priority_if_present(
+            index=data.get("index").unbind(-1),
+            generation=data.get(GENERATION_KEY),
+            priority=data.get(self.priority_key, sampler.default_priority),
+        )
 
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
@@ -795,7 +913,8 @@ class ConditionalPriorityUpdates(_Buffer):
                 give_default_priority(self._storage, table.records())
                 raise
             # Ours came with the records; what another buffer has was for those of before.
-            gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
+            known = min(before.numel(), table.stamps.numel())  # it may have grown or got its shape
+            gone = (table.stamps[:known] != before[:known]).nonzero().reshape(-1)
             ours = [self, *loaded]
             others = [entity for entity in self._storage._attached_entities if entity not in ours]
             give_default_priority(self._storage, gone, others)
@@ -921,13 +1040,20 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Raises:
             TypeError: for a kind of storage that cannot be tracked.
-            ValueError: for ``ndim > 1``, or more slots than the priority sampler holds.
+            ValueError: for more slots than the priority sampler holds, or a number of dimensions
+                that the sampler does not know.
         """
         writer = self._writer
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
         self._check_tree(storage, self._priority_sampler)
         self._check_processes(storage, self._sampler)
+        check_dimensions(storage, self._learner_sampler or self._sampler, writer)
+        if storage.ndim > 1 and self._learner_sampler is not None:
+            raise ValueError(
+                f"An asynchronous learner (sync=False) needs a storage with ndim=1: got ndim="
+                f"{storage.ndim}."
+            )
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
             former = self._storage
@@ -957,6 +1083,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._settled(table):
             former = super().set_writer(writer)
             self._limit_to_tree()
+            self._sample_unit = stamped_unit(self._sample_unit, writer.tracks_generations)
             return former
 
     @_maybe_delay_init
@@ -973,6 +1100,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if table is None:
             return super().set_sampler(sampler)
         self._check_tree(self._storage, sampler)
+        check_dimensions(self._storage, sampler, self._writer)
         if self._learner_sampler is None and not isinstance(self._sampler, PrioritizedSampler):
             self._check_processes(self._storage, sampler)
         with self._settled(table):
@@ -1108,6 +1236,28 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         return super().extend(
             tensordicts, update_priority=update_priority, return_generation=return_generation
         )
+
+    # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
+    # takes the slots in them for the cells to give a priority to.
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        grid = None if self._table is None else self._table.grid
+        if grid is not None and tensordict.shape == grid.row:  # one record
+            tensordict.set("index", index.reshape(*grid.row, grid.ndim))
+        else:
+            super()._set_index_in_td(tensordict, index)
+
+    @_maybe_delay_init
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Writes the priorities of a sample by slot; see TorchRL's method of the same name."""
+        grid = None if self._table is None else self._table.grid
+        if grid is None or not self._writes_under_way:
+            super().update_tensordict_priority(data)
+            return
+        priority = data.get(self.priority_key, None)
+        if priority is not None:
+            index = data.get("index").reshape(-1, grid.ndim)
+            self.update_priority(index, priority.reshape(len(index), -1))
 
 
 class TensorDictPrioritizedReplayBuffer(

@@ -53,6 +53,7 @@ class SharedState:
 
     _stamps: torch.Tensor
     _capacity: int
+    _full_length: int  # of the storage, which counts cells with ndim > 1
     _fixed_size: bool
 
     def __init__(self, storage: Storage) -> None:
@@ -101,8 +102,8 @@ class SharedState:
     def is_full(self) -> bool:
         """Whether there is a record in every slot: ``len()`` of a storage takes much longer."""
         if self._has_length_cell:
-            return self._cells.view[LENGTH] == self._capacity
-        return len(self._storage) == self._capacity
+            return self._cells.view[LENGTH] == self._full_length
+        return len(self._storage) == self._full_length
 
     def install_writer_cells(self, writer: Writer) -> None:
         """The same for one of TorchRL's writers that writes into the storage."""

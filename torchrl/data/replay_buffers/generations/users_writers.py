@@ -78,10 +78,12 @@ def stamp_rest(table: SlotGenerations, storage: Storage, index: Any) -> None:
     Args:
         table (SlotGenerations): the table of the storage.
         storage (Storage): the storage.
-        index: the slots that the writer returned; -1 is a row that it rejected.
+        index: the slots that the writer returned, or with ``ndim > 1`` the coordinates of their
+            cells; -1 is a row that it rejected.
     """
     if table.is_noting:
-        slots = torch.as_tensor(index).reshape(-1)
+        slots = torch.as_tensor(index)
+        slots = slots.reshape(-1) if table.grid is None else slots[..., 0].unique()
         rest = table.unnoted(slots[slots >= 0])
         if rest.numel():
             table.advance(rest)
