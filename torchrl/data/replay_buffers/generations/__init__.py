@@ -7,7 +7,7 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
-validates an update, and ``result.py`` is what it reports.
+validates an update, ``result.py`` is what it reports, and ``background.py`` lets it run later.
 """
 
 from __future__ import annotations
