@@ -8,6 +8,7 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
 validates an update, ``result.py`` is what it reports, and ``background.py`` lets it run later.
+``remote.py`` puts a buffer behind Ray or RPC.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -27,6 +29,8 @@ __all__ = [
     "ConditionalPriorityUpdates",
     "PrioritizedReplayBuffer",
     "PriorityUpdateResult",
+    "RayReplayBuffer",
+    "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
     "RoundRobinWriter",
     "SlotGenerations",

@@ -141,6 +141,30 @@ class ConditionalPriorityUpdates(_Buffer):
             )
         super().__init__(*args, **kwargs)
 
+    @classmethod
+    def _ServiceClass(
+        cls,
+        service_backend: str,
+        *args: Any,
+        service_backend_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Builds what ``service_backend="ray"`` asks for; TorchRL's metaclass calls it."""
+        from .remote import RayReplayBuffer  # which is built on this module
+
+        options = dict(service_backend_options or {})
+        if service_backend != "ray":
+            return super()._ServiceClass(
+                service_backend, *args, service_backend_options=options, **kwargs
+            )
+        configs = {name: options.pop(name, None) for name in ("ray_init_config", "remote_config")}
+        if options:
+            raise TypeError(
+                "service_backend_options may hold ray_init_config and remote_config: got "
+                f"{sorted(options)}."
+            )
+        return RayReplayBuffer(*args, replay_buffer_cls=cls, **configs, **kwargs)
+
     # ------------------------------------------------------------------ the table and its lock
 
     @property
