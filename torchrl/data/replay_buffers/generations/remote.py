@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, is_tensor_collection
 from torchrl._utils import accept_remote_rref_invocation
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import Storage, ray_buffer
@@ -103,7 +103,22 @@ class _ConditionalCalls:
         priority_key)``.
         """
         update = self._method("update_tensordict_priority_if_present")
-        return _on(data.device, ray.get(update.remote(data.to("cpu"))))
+        index = data.get("index", None) if is_tensor_collection(data) else None
+        host = data if index is None else data.to("cpu")  # else the actor says what is missing
+        return _on(None if index is None else index.device, ray.get(update.remote(host)))
+
+    def submit_update_priority_if_present(
+        self, *, index: Any, generation: Any, priority: Any
+    ) -> NoReturn:
+        """Not over Ray: a future of the actor's process does not travel.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "submit_update_priority_if_present() needs a buffer in this process. Over Ray call "
+            "update_priority_if_present() of a client() in a thread of your own."
+        )
 
     def _method(self, name: str) -> Any:
         method = getattr(self._actor, name, None)
@@ -262,15 +277,14 @@ class RayReplayBuffer(torchrl_buffers.RayReplayBuffer, ReplayBuffer):
 
     def submit_update_priority_if_present(
         self, *, index: Any, generation: Any, priority: Any
-    ) -> NoReturn:
+    ) -> Future[PriorityUpdateResult]:
         """Not over Ray: a future of the actor's process does not travel.
 
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(
-            "submit_update_priority_if_present() needs a buffer in this process. Over Ray call "
-            "update_priority_if_present() of a client() in a thread of your own."
+        return self._client.submit_update_priority_if_present(
+            index=index, generation=generation, priority=priority
         )
 
 
@@ -339,6 +353,9 @@ def _accept_rref(cls: type, but: str) -> None:
         if inspect.isfunction(method) and not name.startswith("_") and name != but:
             accepting: Callable[..., Any] = accept_remote_rref_invocation(method)
             accepting.__module__, accepting.__qualname__ = cls.__module__, f"{cls.__name__}.{name}"
+            accepting.__doc__ = (
+                f"See :meth:`TensorDictReplayBuffer.{name}`; takes an ``RRef``, too."
+            )
             setattr(cls, name, accepting)
 
 
