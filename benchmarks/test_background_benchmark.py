@@ -18,8 +18,8 @@ from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayB
 
 CAPACITY = 100_000
 BATCH = 256
-STEPS = 50
-ROUNDS = 15
+STEPS = 20
+ROUNDS = 35
 STEP_SECONDS = 0.005
 
 cuda = pytest.param(

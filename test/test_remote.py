@@ -303,6 +303,7 @@ def test_every_other_class_runs_in_an_actor(cluster):
         assert type(rb) is RayReplayBuffer
         assert isinstance(rb, cls)
         assert isinstance(rb, torchrl.data.RayReplayBuffer)
+        assert isinstance(rb, generations.ReplayBuffer)
         held = all_handles(rb)
         assert held["generation"].tolist() == [0] * 8
         rb.extend(ids(range(3)))

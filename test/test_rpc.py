@@ -7,15 +7,18 @@ import os
 import signal
 import time
 from collections import deque
+from functools import partial
 
 import pytest
 import torch
+import torchrl.data
 from common import CAPACITY, ids, leaves
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, PrioritizedSampler
 from torchrl.data.replay_buffers.generations import (
     PriorityUpdateResult,
     RemoteTensorDictReplayBuffer,
+    TensorDictReplayBuffer,
 )
 
 PATIENCE = 60
@@ -23,18 +26,20 @@ SLOTS = 256
 LATE = 3  # batches between a sample and its update
 
 RPC = RemoteTensorDictReplayBuffer
-OWNED: list[RemoteTensorDictReplayBuffer] = []  # in the process of the buffers
+OWNED: list[RPC] = []  # in the process of the buffers
+
+
+def arguments(slots, batch_size):
+    return {
+        "storage": partial(LazyTensorStorage, slots),
+        "sampler": partial(PrioritizedSampler, slots, 1.0, 1.0, eps=0.0),
+        "batch_size": batch_size,
+        "track_generations": True,
+    }
 
 
 def build(slots, batch_size):
-    OWNED[:] = [
-        RemoteTensorDictReplayBuffer(
-            storage=LazyTensorStorage(slots),
-            sampler=PrioritizedSampler(slots, 1.0, 1.0, eps=0.0),
-            batch_size=batch_size,
-            track_generations=True,
-        )
-    ]
+    OWNED[:] = [RPC(**arguments(slots, batch_size))]
 
 
 def owned():
@@ -119,14 +124,23 @@ def find_buffer():
     REFERENCE[:] = [rpc.rpc_sync("buffer", owned)]
 
 
+def build_remotely(slots, batch_size):
+    REFERENCE[:] = [rpc.remote("buffer", RPC, kwargs=arguments(slots, batch_size))]
+
+
 @pytest.fixture
 def learner(peers):
     """A process that refers to a buffer in another one, with the records 0 to 7."""
-    buffer, learner, _ = peers
-    buffer(build, CAPACITY, 4)
-    learner(find_buffer)
+    _, learner, _ = peers
+    learner(build_remotely, CAPACITY, 4)
+    learner(call, RPC.extend, ids(range(8)))
     yield learner
     learner(REFERENCE.clear)
+
+
+def test_stands_to_our_classes_as_torchrls_does_to_its_own():
+    assert issubclass(RPC, TensorDictReplayBuffer)
+    assert issubclass(RPC, torchrl.data.RemoteTensorDictReplayBuffer)
 
 
 def update_after_three_were_overwritten():
@@ -145,8 +159,8 @@ def update_after_three_were_overwritten():
 def test_priorities_reach_the_records_that_are_still_there(learner):
     index, generation, added, result, found = learner(update_after_three_were_overwritten)
     assert index.tolist() == list(range(8))
-    assert generation.tolist() == [0] * 8
-    assert (int(added[0]), int(added[1])) == (0, 1)
+    assert generation.tolist() == [1] * 8
+    assert (int(added[0]), int(added[1])) == (0, 2)
     assert type(result) is PriorityUpdateResult
     assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
     assert found == [1, 1, 1, 23, 24, 25, 26, 27]

@@ -40,14 +40,16 @@ def submit(rb: ReplayBuffer, name: str, update: Callable[[], T]) -> Future[T]:
             ended.result()
         if rb._update_executor is None:
             rb._update_executor = ThreadPoolExecutor(max_workers=1)
-        future = rb._update_executor.submit(_after, tuple(rb._prefetch_queue), update)
+        under_way = [sample for sample in rb._prefetch_queue if not sample.done()]
+        future = rb._update_executor.submit(_after, under_way, update)
         pending.append(future)
         rb._sample_dependency = future
     return future
 
 
 def _after(samples: Sequence[Future[Any]], update: Callable[[], T]) -> T:
-    wait(samples)  # an error of theirs reaches who samples
+    if samples:
+        wait(samples)  # an error of theirs reaches who samples
     return update()
 
 

@@ -188,7 +188,8 @@ class RayReplayBuffer(torchrl_buffers.RayReplayBuffer, ReplayBuffer):
     If the actor is dead, a call raises Ray's ``RayActorError`` at once, which names it, and what
     the caller passed in is as it was. With ``remote_config={"max_restarts": n}`` Ray starts it
     again, with an empty buffer: handles of before are stale, until :meth:`loads` brings the records
-    of a checkpoint back, and with them their handles.
+    of a checkpoint back, and with them their handles. Use the transport ``"ray"`` then: TorchRL
+    does not start the other one again.
 
     Keyword Args:
         replay_buffer_cls (type, optional): the class of the buffer in the actor. Defaults to
