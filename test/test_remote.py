@@ -315,15 +315,9 @@ def test_every_other_class_runs_in_an_actor(cluster):
 
 
 def test_what_the_buffer_cannot_do_is_said_by_its_actor(cluster):
-    untracked = RayReplayBuffer(remote_config={"num_cpus": 0}, batch_size=4)
-    torchrls = RayReplayBuffer(
-        replay_buffer_cls=torchrl.data.ReplayBuffer, remote_config={"num_cpus": 0}
-    )
-    refused = RayReplayBuffer(
-        writer=torchrl.data.RoundRobinWriter,
-        track_generations=True,
-        remote_config={"num_cpus": 0},
-    )
+    place = {"remote_config": {"num_cpus": 0}}
+    untracked = RayReplayBuffer(**place, batch_size=4)
+    torchrls = RayReplayBuffer(**place, replay_buffer_cls=torchrl.data.ReplayBuffer)
     call = {"index": [0], "generation": [0], "priority": 1.0}
     with pytest.raises(RuntimeError, match=r"update_priority_if_present\(\) needs stamps"):
         untracked.update_priority_if_present(**call)
@@ -334,11 +328,26 @@ def test_what_the_buffer_cannot_do_is_said_by_its_actor(cluster):
         RuntimeError, match=r"needs a buffer with stamps: the actor's buffer is one"
     ):
         torchrls.update_priority_if_present(**call)
-    reason = r"(?s)error raised in its creation task.*needs a writer that tracks"
-    with pytest.raises(ray.exceptions.ActorDiedError, match=reason):
-        len(refused)
-    for rb in (untracked, torchrls, refused):
-        rb.shutdown()
+    untracked.shutdown()
+    torchrls.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"writer": torchrl.data.RoundRobinWriter, "track_generations": True},
+            "needs a writer that tracks",
+        ),
+        ({"sizes": 3}, "unexpected keyword argument 'sizes'"),
+    ],
+)
+def test_why_a_buffer_could_not_be_built_reaches_the_caller(cluster, arguments, reason):
+    rb = RayReplayBuffer(remote_config={"num_cpus": 0}, **arguments)
+    expected = rf"(?s)error raised in its creation task.*{reason}"
+    with pytest.raises(ray.exceptions.ActorDiedError, match=expected):
+        len(rb)
+    rb.shutdown()
 
 
 def test_the_example_in_the_docstring_runs(cluster):
