@@ -165,6 +165,18 @@ class ConditionalPriorityUpdates(_Buffer):
             )
         return RayReplayBuffer(*args, replay_buffer_cls=cls, **configs, **kwargs)
 
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """Makes a Ray actor class of the buffer; see :meth:`torchrl.data.ReplayBuffer.as_remote`.
+
+        An actor that Ray starts again after a crash knows no handle of before, until a checkpoint
+        is loaded (*No resurrection*, design notes).
+        """
+        from .remote import in_actor
+
+        torchrls = super(ConditionalPriorityUpdates, in_actor(cls))
+        return torchrls.as_remote(remote_config)  # type: ignore[attr-defined]
+
     # ------------------------------------------------------------------ the table and its lock
 
     @property

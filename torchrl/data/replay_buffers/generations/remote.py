@@ -39,6 +39,11 @@ else:
     _Buffer = object
 
 
+def in_actor(cls: type) -> type:
+    """Returns the class that a buffer class has in a Ray actor."""
+    return types.new_class(cls.__name__, (_Actor, cls))
+
+
 class _Actor(_Buffer):
     """What a buffer does differently in a Ray actor.
 
@@ -60,7 +65,7 @@ class _Actor(_Buffer):
     def _init(self) -> None:
         before = self._initialized
         super()._init()
-        table = getattr(self, "_table", None)  # a class of TorchRL's has none
+        table = self._table
         if not before and table is not None and _is_restarted():
             table.retire()
 
@@ -205,7 +210,7 @@ class RayReplayBuffer(torchrl_buffers.RayReplayBuffer, ReplayBuffer):
             sampler and writer as callables that make them.
 
     Examples:
-        >>> import ray, torch
+        >>> import torch
         >>> from functools import partial
         >>> from tensordict import TensorDict
         >>> from torchrl.data import LazyTensorStorage
@@ -234,9 +239,7 @@ class RayReplayBuffer(torchrl_buffers.RayReplayBuffer, ReplayBuffer):
         replay_buffer_cls: type[torchrl_buffers.ReplayBuffer] = ReplayBuffer,
         **kwargs: Any,
     ) -> None:
-        actor_cls = types.new_class(replay_buffer_cls.__name__, (_Actor, replay_buffer_cls))
-        super().__init__(*args, replay_buffer_cls=actor_cls, **kwargs)
-        self._service_cls = replay_buffer_cls
+        super().__init__(*args, replay_buffer_cls=replay_buffer_cls, **kwargs)
         try:
             self._client = self.client()
         except BaseException:
