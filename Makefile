@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test stress lint format bench clean
+.PHONY: help demo test stress lint format bench peers clean
 
 help:
 	@echo "make demo    train on CartPole with and without conditional updates; a table and a figure"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format and fix"
 	@echo "make bench   the benchmarks"
+	@echo "make peers   late priorities and throughput next to cpprb, Reverb and others"
 	@echo "make clean   remove what the targets made, except $(VENV)"
 
 # RECORD is the last file that pip writes. A package without it was interrupted, yet counts as there.
@@ -44,6 +45,10 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks
+
+peers: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet -e '.[peers]'
+	$(BIN)/python benchmarks/compare_peers.py --output outputs/peers.json
 
 clean:
 	rm -rf build dist outputs *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks

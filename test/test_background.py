@@ -8,8 +8,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import torch
 from common import CAPACITY, PER, Thread, buffer, handles, ids, leaves, td_buffer
+from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
-from torchrl.data.replay_buffers.generations import PrioritizedReplayBuffer, ReplayBuffer
+from torchrl.data.replay_buffers.generations import (
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+)
 
 # How long something that must wait is given to prove that it does not.
 GRACE = 0.2
@@ -147,6 +152,25 @@ def test_asynchronous_learners_update_in_the_background_too():
     future = submit(rb, [1, 3], [5.0, 6.0])
     assert future.result(PATIENCE).num_updated == 2
     assert rb.prioritized_sampler._sum_tree[[0, 1, 2, 3]].tolist() == [1, 5, 1, 6]
+
+
+def test_ensembles_update_in_the_background_and_their_samples_wait(updates_held):
+    members = [td_buffer(), td_buffer()]
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=8)
+    gate = updates_held(ensemble)
+    index = TensorDict({"buffer_ids": torch.tensor([0, 1, 1]), "index": torch.arange(3)}, [3])
+    generation = ensemble.writer.generations_of(index)
+    members[1].extend(ids([8, 9]))
+    future = ensemble.submit_update_priority_if_present(
+        index=index, generation=generation, priority=[5.0, 6.0, 7.0]
+    )
+    later = Thread(ensemble.sample)
+    later.join_briefly(GRACE)
+    assert later.is_alive()
+    gate.opened.set()
+    later.join()
+    assert future.result(PATIENCE).updated_mask.tolist() == [True, False, True]
+    assert [leaves(member)[:3] for member in members] == [[5, 1, 1], [1, 1, 7]]
 
 
 # ------------------------------------------------------------------ the end, and errors

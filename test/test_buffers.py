@@ -442,13 +442,6 @@ def test_a_sample_whose_stamps_were_dropped_is_a_key_error_that_says_why():
         plain.update_tensordict_priority_if_present(rb.sample())
 
 
-def test_an_update_for_a_sequence_unit_is_refused_for_now():
-    rb = td_buffer(0, sample_unit=torchrl.data.Sequence(length=2), batch_size=2)
-    rb.extend(TensorDict({("next", "done"): torch.zeros(8, 1, dtype=torch.bool)}, [8]))
-    with pytest.raises(NotImplementedError, match="Sequence"):
-        rb.update_tensordict_priority_if_present(rb.sample())
-
-
 # ------------------------------------------------------------------ construction
 
 CLASSES = {

@@ -449,6 +449,49 @@ def test_restarted_actor_knows_the_handles_of_its_checkpoint_and_no_others(own_r
     assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
 
 
+def one_dimension(delayed_init):
+    cls = remote.in_actor(TensorDictReplayBuffer)
+    return cls(
+        storage=partial(LazyTensorStorage, CAPACITY),
+        track_generations=True,
+        delayed_init=delayed_init,
+    )
+
+
+def two_dimensions():
+    storage = LazyTensorStorage(CAPACITY, ndim=2)
+    cls = remote.in_actor(TensorDictReplayBuffer)
+    return cls(storage=storage, batch_size=4, track_generations=True)
+
+
+def member_of_an_ensemble():
+    members = [
+        TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), track_generations=True)
+        for _ in range(2)
+    ]
+    return remote.in_actor(generations.ReplayBufferEnsemble)(*members)[1]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(one_dimension, delayed_init=False),
+        partial(one_dimension, delayed_init=True),
+        two_dimensions,
+        member_of_an_ensemble,
+    ],
+    ids=["built at once", "built late", "two dimensions", "an ensemble"],
+)
+def test_every_table_of_a_restarted_actor_starts_at_a_base(build, restarted, monkeypatch):
+    monkeypatch.setattr(remote, "_is_restarted", lambda: restarted)
+    rb = build()
+    data = ids(range(8))
+    data = data.reshape(2, 4) if rb.storage.ndim > 1 else data
+    _, generation = rb.extend(data, return_generation=True)
+    assert bool((generation > 1000).all()) is restarted
+
+
 # ------------------------------------------------------------------ Ray: all at once
 
 

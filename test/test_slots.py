@@ -124,13 +124,14 @@ def test_an_index_beyond_int64_is_a_value_error():
 
 
 def test_what_cannot_be_tracked_is_refused_and_nothing_is_left_on_it():
-    two_dimensional = LazyTensorStorage(8, ndim=2)
-    with pytest.raises(ValueError, match=r"ndim=1 so far.*ndim=2"):
+    two_dimensional = TensorStorage(torch.zeros(4, 3), ndim=2)
+    with pytest.raises(ValueError, match=r"Use LazyTensorStorage\(12, ndim=2\)"):
         SlotGenerations.attach(two_dimensional)
     with pytest.raises(ValueError, match="ndim=2"):
         tracked(two_dimensional)
     assert not hasattr(two_dimensional, "_slot_generations")
     assert two_dimensional._attached_entities == []
+    assert len(two_dimensional) == 4  # as before
     ensemble = torchrl.data.StorageEnsemble(LazyTensorStorage(2))
     with pytest.raises(TypeError, match="StorageEnsemble"):
         SlotGenerations.attach(ensemble)

@@ -8,7 +8,9 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
 validates an update, ``result.py`` is what it reports, and ``background.py`` lets it run later.
-``remote.py`` puts a buffer behind Ray or RPC.
+``coordinates.py`` knows the cells of a slot with ``ndim > 1``, ``units.py`` the anchors of
+sequences, ``sampling.py`` TorchRL's samplers; ``max_value.py`` and ``users_writers.py`` are about
+further writers, ``ensembles.py`` about several buffers in one, ``remote.py`` about Ray and RPC.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .ensembles import ReplayBufferEnsemble, WriterEnsemble
+from .max_value import TensorDictMaxValueWriter
 from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
@@ -32,9 +36,12 @@ __all__ = [
     "RayReplayBuffer",
     "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
+    "ReplayBufferEnsemble",
     "RoundRobinWriter",
     "SlotGenerations",
+    "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer",
     "TensorDictReplayBuffer",
     "TensorDictRoundRobinWriter",
+    "WriterEnsemble",
 ]

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import ReplayBuffer
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ def copy_to_host(*values: Any) -> tuple[list[Any], Callable[[], None]]:
     since, typically the next learner step.
 
     Args:
-        values: tensors, tuples or lists of them, or anything else, which is left as it is.
+        values: tensors, tensordicts, tuples or lists of these, or anything else, which is left as
+            it is.
 
     Returns:
         The values on the host, and a function that waits until they have arrived there.
@@ -70,6 +72,8 @@ def copy_to_host(*values: Any) -> tuple[list[Any], Callable[[], None]]:
     def copied(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(copied(item) for item in value)
+        if isinstance(value, TensorDictBase):
+            return value.apply(copied, device="cpu")
         if not isinstance(value, torch.Tensor) or not value.is_cuda:
             return value
         devices.add(value.device)

@@ -20,18 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
-    ImmutableDatasetWriter,
+    ConditionalUpdateResult,
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     Sampler,
+    SampleUnit,
     Storage,
     Writer,
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
-from torchrl.data.replay_buffers.sample_units import Sequence as SequenceUnit
+from torchrl.data.replay_buffers.utils import _reduce
 
 from . import background, dumps
 from .checks import (
@@ -40,12 +42,17 @@ from .checks import (
     checked_handles,
     checked_priority,
 )
+from .coordinates import checked_cells, priority_per_cell
 from .index import names_field, slots_written
+from .max_value import TensorDictMaxValueWriter, check_ranks
 from .result import PriorityUpdateResult
 from .ring_log import ENTRIES
+from .sampling import check_dimensions, unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tree import keeps_default, write_default, write_priority
+from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities, stamped_unit
+from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
 from .writers import (
     GENERATION_KEY,
     RoundRobinWriter,
@@ -89,8 +96,9 @@ class ConditionalPriorityUpdates(_Buffer):
         writer (Writer or Callable[[], Writer], optional): see :class:`torchrl.data.ReplayBuffer`.
 
     Raises:
-        ValueError: for ``track_generations=True`` with a writer that does not track, a storage with
-            ``ndim > 1``, or a priority sampler that holds fewer slots than the storage.
+        ValueError: for ``track_generations=True`` with a writer that does not track, a priority
+            sampler that holds fewer slots than the storage, or with ``ndim > 1`` a TensorStorage
+            made of records or a sampler of one dimension.
         TypeError: for a kind of storage that cannot be tracked.
 
     Examples:
@@ -103,6 +111,7 @@ class ConditionalPriorityUpdates(_Buffer):
     """
 
     _initialized: bool
+    _sample_unit: SampleUnit | None
     _init_storage: Any
     # TorchRL's own locks, for a storage without a table.
     _stock_write_lock: Any = contextlib.nullcontext()
@@ -263,6 +272,7 @@ class ConditionalPriorityUpdates(_Buffer):
             )
             tracked = self._table is not None
             super()._init()
+            self._sample_unit = stamped_unit(self._sample_unit, self._writer.tracks_generations)
             table = self._table
             if table is not None:
                 self._limit_to_tree()
@@ -304,15 +314,18 @@ class ConditionalPriorityUpdates(_Buffer):
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
             self._check_tree(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
-        if _stamps_late(writer) and writer.tracks_generations:
+            check_dimensions(storage, self._sampler, writer)
+        if stamps_late(writer) and writer.tracks_generations:
             SlotGenerations.attach(storage)
 
     def _check_tracks(self, writer: Writer) -> None:
         if self._track_generations and not writer.tracks_generations:
+            ours = [cls.__name__ for cls in OUR_WRITERS]
+            name = type(writer).__name__ if type(writer).__name__ in ours else ours[0]
             raise ValueError(
                 "track_generations=True needs a writer that tracks: got "
                 f"{type(writer).__name__} that does not. Pass "
-                "generations.RoundRobinWriter(track_generations=True), or no writer."
+                f"generations.{name}(track_generations=True), or no writer."
             )
 
     def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
@@ -349,10 +362,15 @@ class ConditionalPriorityUpdates(_Buffer):
         sampler = self.__dict__.get("_sampler")
         if sampler is None:  # another thread still builds the buffer
             return
-        if self._table is None:
+        table = self._table
+        if table is None:
             super().mark_update(index)
-        else:
-            write_default(sampler, index, self._storage)
+            return
+        if table.grid is not None:
+            self._check_tree(self._storage, self._priority_sampler)
+            if isinstance(index, torch.Tensor) and index.ndim > 1:
+                index = index[index[:, 0] < table.length]  # the others have no leaf yet
+        write_default(sampler, index, self._storage)
 
     # ------------------------------------------------------------------ writing records
 
@@ -410,7 +428,7 @@ class ConditionalPriorityUpdates(_Buffer):
 
     def _clean(self, data: Any) -> Any:
         """Drops the stamps of a sample put back, where TorchRL's writer would store them."""
-        late = _stamps_late(self._writer) and self._writer.tracks_generations
+        late = stamps_late(self._writer) and self._writer.tracks_generations
         return without_stamps(data) if late else data
 
     def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
@@ -419,36 +437,61 @@ class ConditionalPriorityUpdates(_Buffer):
             raise RuntimeError(f"{name}(return_generation=True) needs stamps. {_ENABLE_TRACKING}")
         if self._table is None:
             return write()
-        if is_compiling():  # takes no lock
+        if is_compiling() and type(self._writer) in RING_WRITERS:  # takes no lock
             index = write()
             return (index, row_generations(self._table, index)) if return_generation else index
-        plain = type(self._writer) in (RoundRobinWriter, TensorDictRoundRobinWriter)
+        plain = type(self._writer) in OUR_WRITERS
         if plain and not return_generation and not isinstance(self._sampler, PrioritizedSampler):
             # Stamps and data are one step inside of the call, and no priority follows them.
             return write()
         table = self._hold()
         try:
-            advances = table.num_advances
             self._writes_under_way += 1
             try:
-                index = write()
-            except BaseException:
-                if not isinstance(self._writer, (RoundRobinWriter, ImmutableDatasetWriter)):
-                    # A writer that stamps after the data: nothing tells how far it came.
-                    table.advance_written()
-                raise
+                index = write() if plain else watched(write, table, self._storage, self._writer)
             finally:
                 self._writes_under_way -= 1
-            unstamped = table.num_advances == advances and not _stamps_late(self._writer)
-            if unstamped and index is not None:
-                # A user's writer that does not stamp. -1 is a row that it rejected.
-                slots = torch.as_tensor(index).reshape(-1)
-                table.advance(slots[slots >= 0])
             if return_generation:
-                return index, row_generations(table, -1 if index is None else index)
+                index = -1 if index is None else index  # the writer rejected the record
+                return index, row_generations(table, index)
             return index
         finally:
             table.lock.release()
+
+    @_maybe_delay_init
+    def update_if_present(  # noqa: D417
+        self,
+        *,
+        index: Any,
+        generation: Any,
+        patch: Any,
+        version_key: NestedKey | None = None,
+        version: int | torch.Tensor | None = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Patches fields of records that are still in their slots.
+
+        See :meth:`torchrl.data.ReplayBuffer.update_if_present` for the other arguments.
+
+        Keyword Args:
+            index (torch.Tensor): slots, or with ``ndim > 1`` coordinates ``[N, ndim]``. One that is
+                negative or out of range is stale.
+            generation (torch.Tensor): their stamps.
+
+        Returns:
+            ConditionalUpdateResult: as TorchRL's.
+        """
+        table = self._table
+        if table is not None and table.grid is not None:
+            index, generation = table.grid.without_outsiders(index, generation)
+        return super().update_if_present(
+            index=index,
+            generation=generation,
+            patch=patch,
+            version_key=version_key,
+            version=version,
+            require_newer=require_newer,
+        )
 
     @_maybe_delay_init
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -458,7 +501,10 @@ class ConditionalPriorityUpdates(_Buffer):
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         with self._locked() as table:
-            slots = slots_written(index, value, self._storage)
+            if table.grid is None:
+                slots = slots_written(index, value, self._storage)
+            else:
+                slots = table.grid.slots_assigned(index, self.dim_extend)
             table.advance(slots)
             try:
                 super().__setitem__(index, without_stamps(value))
@@ -476,6 +522,19 @@ class ConditionalPriorityUpdates(_Buffer):
             if not isinstance(self._writer, torchrl_buffers.RoundRobinWriter):
                 table.advance_written()
             self._seen = None
+
+    # ------------------------------------------------------------------ sampling
+
+    def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        sampler = self._sampler
+        if not isinstance(sampler, PrioritizedSliceSampler) or self._table is None:
+            return super()._sample(batch_size)
+        try:
+            return super()._sample(batch_size)
+        except BaseException:
+            with self._locked():
+                unmask_leaves(sampler)
+            raise
 
     # ------------------------------------------------------------------ priorities
 
@@ -497,8 +556,15 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._locked() as table:
             if self._writes_under_way and isinstance(index, torch.Tensor):
                 # The priorities that the records of a write carry.
+                stamp_rest(table, self._storage, index)
                 priority = torch.as_tensor(priority).to(self._priority_dtype)
-                if index.numel() > table.stamps.numel():
+                if table.grid is not None:
+                    priority = priority_per_cell(priority, index.shape[:1], self.dim_extend)
+                    if priority.ndim > 1:
+                        priority = _reduce(priority.flatten(1), self._sampler.reduction, dim=1)
+                    stays = last_rows(table.grid.number(index))
+                    index, priority = index[stays], priority[stays] if priority.ndim else priority
+                elif index.numel() > table.stamps.numel():
                     # A row that the call itself overwrote has no record any more.
                     stays = last_rows(index)
                     index, priority = index[stays], priority[stays]
@@ -516,7 +582,8 @@ class ConditionalPriorityUpdates(_Buffer):
         Keyword Args:
             index: the slots of N handles, as ``sample`` or ``extend`` gave them: int, sequence of
                 ints, NumPy array, integer tensor, or the tuple of per-dimension tensors of a
-                sampler. Trailing dimensions must repeat the slot.
+                sampler. Trailing dimensions must repeat the slot. With ``ndim > 1``, coordinates: a
+                tuple of one tensor per dimension, or a ``[..., ndim]`` tensor.
             generation: their stamps, integer, one per handle; never broadcast.
             priority: one per handle, or one for all. Finite, not negative, and such that
                 ``(priority + eps) ** alpha`` (the sampling weight of Schaul et al. 2015,
@@ -526,15 +593,17 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Returns:
             PriorityUpdateResult: ``updated_mask``, ``num_updated`` and ``num_stale``. The mask is
-            ``[N]``, or ``[]`` for an integer index. A handle is stale, which is no error, if its
-            record is gone, its stamp is -1, or its slot is out of range or past the length of the
-            storage. Of a live handle that comes twice, the last row wins; both count as updated.
+            ``[N]``, or ``[]`` for an integer index; for coordinates, it has their leading shape. A
+            handle is stale, which is no error, if its record is gone, its stamp is -1, or its slot
+            is out of range or past the length of the storage. Of a live handle that comes twice,
+            the last row wins; both count as updated.
 
         Raises:
             RuntimeError: if the writer does not track or the sampler has no priorities.
             TypeError: if ``index`` or ``generation`` is not integer or ``priority`` is no number.
-            ValueError: if the numbers of handles, stamps and priorities differ, or for the first
-                priority outside its range. Nothing has changed then.
+            ValueError: if the numbers of handles, stamps and priorities differ, for the first
+                priority outside its range, or for a 1-D index with ``ndim > 1``, which could be
+                slots or cells. Nothing has changed then.
 
         Examples:
             >>> import torch
@@ -558,14 +627,16 @@ class ConditionalPriorityUpdates(_Buffer):
         held = self._hold()
         try:
             table, sampler = self._conditional_parts(name)
-            slots, taken, mask_shape, device = checked_handles(index, generation)
-            values, highest = checked_priority(priority, slots.numel(), sampler)
+            (slots, taken, mask_shape, device), (values, highest) = self._checked_update(
+                table, sampler, index, generation, priority
+            )
+            grid = table.grid
             ahead = False
             if self._learner_sampler is not None:
                 ahead = self._may_write_ahead(table, sampler, highest)
                 if not ahead:
                     self._catch_up()
-            live = kept = table.live(slots, taken)
+            live = kept = table.live(slots if grid is None else slots // grid.width, taken)
             if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
@@ -579,7 +650,8 @@ class ConditionalPriorityUpdates(_Buffer):
                     if values.ndim:
                         values = values.index_select(0, rows.to(values.device))
             if num_kept:
-                write_priority(sampler, slots, values, highest, self._storage)
+                leaves = slots if slots.is_cpu else slots.to(values.device)
+                write_priority(sampler, leaves, values, highest, self._storage)
                 if ahead and self._seen is not None:  # else they would be taken for unseen
                     self._seen[slots] = table.stamps[slots]
         finally:
@@ -598,16 +670,17 @@ class ConditionalPriorityUpdates(_Buffer):
         Args:
             data (TensorDictBase): a sample of this buffer, ``[N]`` or ``[N, T]``, with ``"index"``,
                 ``"index_generation"`` and the buffer's ``priority_key``. Without the latter the
-                default priority is written, as TorchRL does.
+                default priority is written, as TorchRL does. In a buffer with a ``Sequence`` unit,
+                a priority goes to the anchor of its row, by ``"anchor_index"`` and
+                ``"anchor_generation"``: of an anchor's valid rows, the largest.
 
         Returns:
-            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``.
+            PriorityUpdateResult: with an ``updated_mask`` of shape ``[N]``, a flag for each row.
 
         Raises:
-            KeyError: if ``"index"`` or ``"index_generation"`` is missing.
+            KeyError: if one of these keys is missing, other than ``priority_key``.
             RuntimeError: if the writer does not track, the sampler has no priorities, or the buffer
                 is no tensordict buffer.
-            NotImplementedError: for a buffer with a ``Sequence`` sample unit.
         """
         name = "update_tensordict_priority_if_present"
         if not self._is_tensordict:
@@ -618,18 +691,18 @@ class ConditionalPriorityUpdates(_Buffer):
         self._conditional_parts(name)
         if not is_tensor_collection(data):
             raise TypeError(f"{name}() needs a tensordict: got {type(data).__name__}.")
-        if isinstance(self._sample_unit, SequenceUnit):
-            raise NotImplementedError(
-                f"{name}() does not know the stamps of a Sequence unit's anchors yet. Keep the "
-                "anchors' handles and use update_priority_if_present()."
-            )
-        for key in ("index", GENERATION_KEY):
+        of_anchors = isinstance(self._sample_unit, StampedSequence)
+        for key in ANCHOR_KEYS if of_anchors else ("index", GENERATION_KEY):
             if data.get(key, None) is None:
                 raise KeyError(
                     f"{name}() needs {key!r} in the sample: got {sorted(map(str, data.keys()))}. "
                     "Either it was sampled while the writer did not track, or a transform or a "
                     "select() dropped the key."
                 )
+        if of_anchors:
+            return self._update_anchors(data)
+        if self._storage.ndim > 1:
+            return self._update_cells(data)
         of_td = self._get_priority_vector if data.ndim else self._get_priority_item
         return self.update_priority_if_present(
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
@@ -679,7 +752,7 @@ class ConditionalPriorityUpdates(_Buffer):
             >>> rb.shutdown()
         """
         name = "submit_update_priority_if_present"
-        self._conditional_parts(name)
+        self._check_updatable(name)
         handles_and_priority, arrive = background.copy_to_host(index, generation, priority)
 
         def update() -> PriorityUpdateResult:
@@ -688,6 +761,55 @@ class ConditionalPriorityUpdates(_Buffer):
             return self.update_priority_if_present(index=slots, generation=taken, priority=values)
 
         return background.submit(self, name, update)
+
+    def _checked_update(
+        self,
+        table: SlotGenerations,
+        sampler: PrioritizedSampler,
+        index: Any,
+        generation: Any,
+        priority: Any,
+    ) -> tuple[Any, Any]:
+        """What :meth:`update_priority_if_present` got, validated: handles, and priorities."""
+        if table.grid is None:
+            handles = checked_handles(index, generation)
+        else:  # from here on cells, by the numbers of their leaves
+            handles = checked_cells(index, generation, table.grid)
+            priority = priority_per_cell(priority, handles[2], self.dim_extend)
+        return handles, checked_priority(priority, handles[0].numel(), sampler)
+
+    def _check_update(self, index: Any, generation: Any, priority: Any) -> None:
+        """Raises what :meth:`update_priority_if_present` would; changes nothing."""
+        table, sampler = self._conditional_parts("update_priority_if_present")
+        self._checked_update(table, sampler, index, generation, priority)
+
+    def _update_anchors(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a Sequence sample's anchors that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        priority = data.get(self.priority_key, None)
+        if priority is None:
+            priority = torch.full((data.numel(),), float(sampler.default_priority))
+        index, generation, priority, which = anchor_priorities(data, priority, sampler.reduction)
+        result = self.update_priority_if_present(
+            index=index, generation=generation, priority=priority
+        )
+        mask = result.updated_mask[which]
+        if mask.ndim > 1:
+            mask = mask.flatten(1).all(1)
+        return PriorityUpdateResult.of(mask)
+
+    def _update_cells(self, data: TensorDictBase) -> PriorityUpdateResult:
+        """Writes the priorities of a sample's cells that are still in their slots."""
+        _, sampler = self._conditional_parts("update_tensordict_priority_if_present")
+        return self.update_priority_if_present(
+            index=data.get("index").unbind(-1),
+            generation=data.get(GENERATION_KEY),
+            priority=data.get(self.priority_key, sampler.default_priority),
+        )
+
+    def _check_updatable(self, name: str) -> None:
+        """Refuses a conditional update that no input could make possible."""
+        self._conditional_parts(name)
 
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler
@@ -803,6 +925,7 @@ class ConditionalPriorityUpdates(_Buffer):
             return
         learner = state_dict.get("_learner")
         check_fits(self._storage, self._priority_sampler, state_dict)
+        check_ranks(self._writer, state_dict["_writer"])
         with self._restoring(table):
             super().load_state_dict(state_dict)
             self._load_learner_state(learner)
@@ -848,6 +971,7 @@ class ConditionalPriorityUpdates(_Buffer):
         dumps.finish(path)
         dumps.check(path)
         check_dump_fits(self._storage, self._sampler, path)
+        check_ranks(self._writer, path / "writer")
         file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
         with self._restoring(table):
@@ -856,15 +980,23 @@ class ConditionalPriorityUpdates(_Buffer):
             super().loads(path)
             self._load_learner_state(ours.get("learner"))
             if ours.get("in_place"):
-                table.retire()
-                table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+                self._note_that_records_ran_on()
             elif table.is_inside(path):  # the records run on in the dump from now on
                 torch.save({**ours, "in_place": True}, file)
                 dumps.write_manifest(path)
 
+    def _note_that_records_ran_on(self) -> None:
+        """For a dump that the records went on to be written into: nothing tells which."""
+        table = self._table
+        assert table is not None  # a tracked buffer was loaded
+        table.retire()
+        table.ran_on = torch.ones_like(table.stamps, dtype=torch.bool)
+        if isinstance(self._writer, TensorDictMaxValueWriter):
+            self._writer.rank_what_ran_on()
+
     @contextlib.contextmanager
-    def _restoring(self, table: SlotGenerations) -> Iterator[None]:
-        """A load. Whatever comes of it, no tree keeps the priority of a record that is gone."""
+    def _restoring(self, table: SlotGenerations, loaded: tuple[Any, ...] = ()) -> Iterator[None]:
+        """A load, of ``loaded`` too: whatever comes of it, no tree keeps a gone priority."""
         with self._settled(table):
             before = table.stamps.clone()
             try:
@@ -875,8 +1007,10 @@ class ConditionalPriorityUpdates(_Buffer):
                 give_default_priority(self._storage, table.records())
                 raise
             # Ours came with the records; what another buffer has was for those of before.
-            gone = (table.stamps[: before.numel()] != before).nonzero().reshape(-1)
-            others = [entity for entity in self._storage._attached_entities if entity is not self]
+            known = min(before.numel(), table.stamps.numel())  # it may have grown or got its shape
+            gone = (table.stamps[:known] != before[:known]).nonzero().reshape(-1)
+            ours = [self, *loaded]
+            others = [entity for entity in self._storage._attached_entities if entity not in ours]
             give_default_priority(self._storage, gone, others)
             if table.ran_on is not None:
                 give_default_priority(self._storage, table.ran_on.nonzero().reshape(-1), [self])
@@ -1000,13 +1134,20 @@ class ConditionalPriorityUpdates(_Buffer):
 
         Raises:
             TypeError: for a kind of storage that cannot be tracked.
-            ValueError: for ``ndim > 1``, or more slots than the priority sampler holds.
+            ValueError: for more slots than the priority sampler holds, or a number of dimensions
+                that the sampler does not know.
         """
         writer = self._writer
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
         self._check_tree(storage, self._priority_sampler)
         self._check_processes(storage, self._sampler)
+        check_dimensions(storage, self._learner_sampler or self._sampler, writer)
+        if storage.ndim > 1 and self._learner_sampler is not None:
+            raise ValueError(
+                f"An asynchronous learner (sync=False) needs a storage with ndim=1: got ndim="
+                f"{storage.ndim}."
+            )
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
             former = self._storage
@@ -1036,6 +1177,7 @@ class ConditionalPriorityUpdates(_Buffer):
         with self._settled(table):
             former = super().set_writer(writer)
             self._limit_to_tree()
+            self._sample_unit = stamped_unit(self._sample_unit, writer.tracks_generations)
             return former
 
     @_maybe_delay_init
@@ -1052,6 +1194,7 @@ class ConditionalPriorityUpdates(_Buffer):
         if table is None:
             return super().set_sampler(sampler)
         self._check_tree(self._storage, sampler)
+        check_dimensions(self._storage, sampler, self._writer)
         if self._learner_sampler is None and not isinstance(self._sampler, PrioritizedSampler):
             self._check_processes(self._storage, sampler)
         with self._settled(table):
@@ -1188,6 +1331,28 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
             tensordicts, update_priority=update_priority, return_generation=return_generation
         )
 
+    # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
+    # takes the slots in them for the cells to give a priority to.
+
+    def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
+        grid = None if self._table is None else self._table.grid
+        if grid is not None and tensordict.shape == grid.row:  # one record
+            tensordict.set("index", index.reshape(*grid.row, grid.ndim))
+        else:
+            super()._set_index_in_td(tensordict, index)
+
+    @_maybe_delay_init
+    def update_tensordict_priority(self, data: TensorDictBase) -> None:
+        """Writes the priorities of a sample by slot; see TorchRL's method of the same name."""
+        grid = None if self._table is None else self._table.grid
+        if grid is None or not self._writes_under_way:
+            super().update_tensordict_priority(data)
+            return
+        priority = data.get(self.priority_key, None)
+        if priority is not None:
+            index = data.get("index").reshape(-1, grid.ndim)
+            self.update_priority(index, priority.reshape(len(index), -1))
+
 
 class TensorDictPrioritizedReplayBuffer(
     TensorDictReplayBuffer, torchrl_buffers.TensorDictPrioritizedReplayBuffer
@@ -1228,13 +1393,6 @@ _ENABLE_TRACKING = (
     "Build the buffer with track_generations=True, or pass "
     "writer=generations.RoundRobinWriter(track_generations=True)."
 )
-
-
-def _stamps_late(writer: Writer) -> bool:
-    """Whether this is one of TorchRL's ring writers, which stamp by themselves after the data."""
-    return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
-        writer, RoundRobinWriter
-    )
 
 
 def _reset_in_child() -> None:

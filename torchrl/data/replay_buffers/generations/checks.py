@@ -15,6 +15,7 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.utils import _reduce
 
+from .coordinates import shape_of_records
 from .index import integer_tensor, native_array, slot_index
 
 
@@ -75,7 +76,7 @@ def checked_priority(
     Returns:
         ``[rows]``, or ``[]`` where one priority was given for all; and 0.0 for no rows.
     """
-    given = values = _numbers(priority)
+    given = values = numbers(priority)
     device = sampler.device
     if values.dtype is not sampler.dtype or values.requires_grad or values.device != device:
         values = values.detach().to(device=device, dtype=sampler.dtype)
@@ -128,7 +129,8 @@ def _fits(lowest: float, highest: float, sampler: PrioritizedSampler) -> bool:
     return low > smallest and high * sampler.max_size < 0.5 * largest
 
 
-def _numbers(priority: Any) -> torch.Tensor:
+def numbers(priority: Any) -> torch.Tensor:
+    """Returns priorities as a tensor of their own dtype and shape, which is real."""
     if isinstance(priority, torch.Tensor) and priority.is_floating_point():
         return priority
     try:
@@ -162,29 +164,23 @@ def check_fits(storage: Storage, sampler: PrioritizedSampler | None, state: dict
     """
     learner = state.get("_learner")
     tree = (learner["sampler"] if learner else state["_sampler"]).get("_sum_tree")
-    records = state["_storage"].get("_storage")
-    shape = None
-    if isinstance(records, torch.Tensor):
-        shape = records.shape
-    elif isinstance(records, dict):
-        shape = records.get("__batch_size")
-    _same_capacity(storage, shape[0] if shape else None, "records")
-    _same_capacity(storage, _slots_of(state["_writer"].get("_generation"), storage), "stamps")
+    shape = _shape_of(state["_storage"].get("_storage"))
+    _check_capacity(storage, shape, _slots_of(state["_writer"].get("_generation"), storage))
     if tree is not None and sampler is not None and tree.size != sampler.max_size:
         raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
 
 
-def check_dump_fits(storage: Storage, sampler: Sampler, path: Path) -> None:
-    """The same for a dump in the folder ``path``."""
+def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str = "") -> None:
+    """The same for a dump in the folder ``path``, or for the ``member`` of an ensemble there."""
     shape = None
     plain = type(storage.checkpointer) is TensorStorageCheckpointer  # others reshape the records
-    if plain and (path / "storage" / "meta.json").exists():
-        shape = json.loads((path / "storage" / "meta.json").read_text()).get("shape")
+    if plain and (path / "storage" / member / "meta.json").exists():
+        shape = json.loads((path / "storage" / member / "meta.json").read_text()).get("shape")
         shape = json.loads(shape) if isinstance(shape, str) else shape
-    _same_capacity(storage, shape[0] if shape else None, "records")
-    saved = json.loads((path / "writer" / "metadata.json").read_text()).get("generation_shape")
-    _same_capacity(storage, saved[0] if saved and storage.max_size <= 2**20 else None, "stamps")
-    tree = path / "sampler" / "sampler_metadata.json"
+    metadata = json.loads((path / "writer" / member / "metadata.json").read_text())
+    saved = metadata.get("generation_shape")
+    _check_capacity(storage, shape, saved[0] if saved and storage.max_size <= 2**20 else None)
+    tree = path / "sampler" / member / "sampler_metadata.json"
     if isinstance(sampler, PrioritizedSampler) and tree.exists():
         slots = json.loads(tree.read_text()).get("_max_capacity")
         if slots is not None and int(slots) != sampler.max_size:
@@ -197,6 +193,13 @@ _OTHER_CAPACITY = (
 )
 
 
+def _shape_of(records: Any) -> torch.Size | None:
+    """The shape of the first of some saved records' tensors."""
+    if isinstance(records, dict):
+        return next(filter(None, map(_shape_of, records.values())), None)
+    return records.shape if isinstance(records, torch.Tensor) else None
+
+
 def _slots_of(saved: torch.Tensor | None, storage: Storage) -> int | None:
     # TorchRL's counters of more than 2**20 slots, and those of lists, grow with the records.
     if saved is None or (storage.max_size > 2**20 and saved.numel() <= storage.max_size):
@@ -204,6 +207,31 @@ def _slots_of(saved: torch.Tensor | None, storage: Storage) -> int | None:
     return saved.numel()
 
 
-def _same_capacity(storage: Storage, slots: int | None, what: str) -> None:
-    if slots is not None and slots != storage.max_size:
-        raise ValueError(_OTHER_CAPACITY.format(what, slots, storage.max_size))
+def _check_capacity(storage: Storage, shape: Any, stamps: int | None) -> None:
+    """Compares the shape of saved records and the number of saved stamps with the storage."""
+    capacity = storage.max_size
+    if storage.ndim > 1:
+        capacity = _check_grid(storage, shape)
+    for what, slots in (("records", shape[0] if shape else None), ("stamps", stamps)):
+        if slots is not None and slots != capacity:
+            raise ValueError(_OTHER_CAPACITY.format(what, slots, capacity))
+
+
+def _check_grid(storage: Any, shape: Any) -> int:
+    """Compares the cells, and returns how many slots the storage has or will have."""
+    if shape is None:
+        if storage.initialized:
+            raise ValueError(
+                f"The checkpoint has no records: with ndim={storage.ndim} it can't be loaded into "
+                "a buffer that has some. Call empty()."
+            )
+        return 0
+    cells = torch.Size(shape[: storage.ndim]).numel()
+    if cells != storage.max_size:
+        raise ValueError(_OTHER_CAPACITY.format("records", cells, storage.max_size))
+    if storage.initialized and shape_of_records(storage) != torch.Size(shape[: storage.ndim]):
+        raise ValueError(
+            f"The checkpoint has records of shape {tuple(shape[: storage.ndim])}: this buffer has "
+            f"{tuple(shape_of_records(storage))}. Load it into a new buffer."
+        )
+    return int(shape[0])

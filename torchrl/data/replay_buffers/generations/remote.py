@@ -65,9 +65,10 @@ class _Actor(_Buffer):
     def _init(self) -> None:
         before = self._initialized
         super()._init()
-        table = self._table
-        if not before and table is not None and _is_restarted():
-            table.retire()
+        if not before and _is_restarted():
+            for buffer in getattr(self, "_rbs", [self]):  # an ensemble's members
+                if buffer._table is not None:
+                    buffer._table.retire()
 
     # Ray asks for both to report what the constructor raised, when there is no buffer to look into.
     def __bool__(self) -> bool:
@@ -94,7 +95,8 @@ class _ConditionalCalls:
         self, *, index: Any, generation: Any, priority: Any
     ) -> PriorityUpdateResult:
         """See :meth:`ReplayBuffer.update_priority_if_present`; it runs in the actor."""
-        device = index.device if isinstance(index, torch.Tensor) else None
+        slots = index.get("index") if is_tensor_collection(index) else index  # of an ensemble
+        device = slots.device if isinstance(slots, torch.Tensor) else None
         (index, generation, priority), arrive = copy_to_host(index, generation, priority)
         arrive()
         update = self._method("update_priority_if_present")
@@ -140,9 +142,7 @@ def _on(device: torch.device | None, result: PriorityUpdateResult) -> PriorityUp
     """The result with its mask where the caller's index is."""
     if device is None or device.type == "cpu":
         return result
-    return PriorityUpdateResult(
-        updated_mask=result.updated_mask.to(device), batch_size=result.batch_size
-    )
+    return PriorityUpdateResult.of(result.updated_mask.to(device))
 
 
 class _Client(_ConditionalCalls, ray_buffer._RayReplayBufferClient):

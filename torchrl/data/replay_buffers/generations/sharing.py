@@ -24,6 +24,7 @@ from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     RoundRobinWriter,
     Storage,
+    TensorDictMaxValueWriter,
     TensorStorage,
     Writer,
 )
@@ -38,6 +39,7 @@ SHARED_MEMORY = "/dev/shm"
 BASE, LINEAGE, LENGTH = 0, 1, 3
 _STORAGE_VALUES = ("_len_value", "_mutation_revision_value", "_last_cursor_index_value")
 _WRITER_VALUES = ("_cursor_value", "_write_count_value")
+_WITH_VALUES = (RoundRobinWriter, TensorDictMaxValueWriter)
 _NUM_CELLS = LENGTH + len(_STORAGE_VALUES)
 
 
@@ -51,6 +53,7 @@ class SharedState:
 
     _stamps: torch.Tensor
     _capacity: int
+    _full_length: int  # of the storage, which counts cells with ndim > 1
     _fixed_size: bool
 
     def __init__(self, storage: Storage) -> None:
@@ -99,13 +102,14 @@ class SharedState:
     def is_full(self) -> bool:
         """Whether there is a record in every slot: ``len()`` of a storage takes much longer."""
         if self._has_length_cell:
-            return self._cells.view[LENGTH] == self._capacity
-        return len(self._storage) == self._capacity
+            return self._cells.view[LENGTH] == self._full_length
+        return len(self._storage) == self._full_length
 
     def install_writer_cells(self, writer: Writer) -> None:
-        """The same for a ring writer that writes into the storage."""
-        if isinstance(writer, RoundRobinWriter) and not writer._compilable:
-            if isinstance(writer._cursor_value, Cell) and writer._cursor_value._lock is self.lock:
+        """The same for one of TorchRL's writers that writes into the storage."""
+        count = getattr(writer, "_write_count_value", None)
+        if isinstance(writer, _WITH_VALUES) and count is not None and not writer._compilable:
+            if isinstance(count, Cell) and count._lock is self.lock:
                 return
             cells = Cells([0] * len(_WRITER_VALUES))
             if self._stamps.is_shared():

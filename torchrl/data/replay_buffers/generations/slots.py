@@ -22,15 +22,24 @@ tensor([False,  True])
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
-from torchrl.data.replay_buffers import ListStorage, ReplayBuffer, Storage, TensorStorage
+from torchrl.data.replay_buffers import (
+    CompressedListStorage,
+    ListStorage,
+    ReplayBuffer,
+    Storage,
+    TensorStorage,
+)
 
+from .coordinates import Grid, shape_of_records
 from .index import integer_tensor, slot_index
 from .sharing import BASE, SharedState
 
@@ -72,29 +81,35 @@ class SlotGenerations(SharedState):
 
     Attributes:
         lock (StorageLock): the one lock of every buffer of ours on the storage.
-        num_advances (int): how often this process called :meth:`advance` and its siblings.
+        grid (Grid or None): the cells of a storage with ``ndim > 1``.
     """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)
-        self.num_advances: int = 0
+        # The slots that advance during the write of a user's writer. Guarded by the lock.
+        self._noted: list[torch.Tensor] | None = None
         # Of the last restore: the slots whose records had run on since the state was taken (None:
         # nothing tells), and the stamps as restored, to tell a TorchRL writer's advances from ours.
         self.ran_on: torch.Tensor | None = None
         self._restored: torch.Tensor | None = None
         self._restored_at: int = 0  # the base of then: another process may have restored since
-        self._capacity: int = storage.max_size
+        self.grid = Grid(storage) if storage.ndim > 1 else None
+        self._capacity: int = storage.max_size if self.grid is None else self.grid.slots
+        self._full_length: int = storage.max_size
         self._tree_slots: int = self._capacity
         self._fixed_size: bool = self._capacity <= EAGER_SLOTS
         device = getattr(storage, "device", None)
         self._device_is_open: bool = device == "auto"
         device = torch.device("cpu") if device is None or self._device_is_open else device
-        size = self._capacity if self._fixed_size else max(SMALLEST_TABLE, len(storage))
+        self._shape_is_open = self.grid is not None and not self.grid.settled
+        # Whether the storage has yet to tell its device or its shape.
+        self._is_open: bool = self._device_is_open or self._shape_is_open
+        size = self._capacity if self._fixed_size else max(SMALLEST_TABLE, self.length)
         self._stamps = torch.full((size,), -1, dtype=torch.int64, device=device)
         earlier = getattr(storage, STAMPS_ATTRIBUTE, None)  # a TorchRL writer's own counters
         if earlier is not None:
             self._stamps[: earlier.numel()] = earlier
-        self._stamps[: len(storage)].clamp_(min=0)
+        self._stamps[: self.length].clamp_(min=0)
         setattr(storage, STAMPS_ATTRIBUTE, self._stamps)
         self.install_cells()
 
@@ -105,12 +120,13 @@ class SlotGenerations(SharedState):
         Records that the storage already holds get stamp 0, so that their handles work.
 
         Args:
-            storage (Storage): a one-dimensional :class:`~torchrl.data.TensorStorage` (lazy and
-                memory-mapped ones too) or :class:`~torchrl.data.ListStorage`.
+            storage (Storage): a :class:`~torchrl.data.TensorStorage` (lazy and memory-mapped ones
+                too) or :class:`~torchrl.data.ListStorage` (lazy-stack and compressed ones too).
 
         Raises:
             TypeError: for another kind of storage.
-            ValueError: for a storage with ``ndim > 1``.
+            ValueError: for a :class:`~torchrl.data.TensorStorage` with ``ndim > 1`` that was made
+                of records: TorchRL takes its slots for cells.
         """
         table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
         if table is not None:
@@ -120,10 +136,13 @@ class SlotGenerations(SharedState):
                 "Generation tracking needs a TensorStorage, LazyTensorStorage, LazyMemmapStorage "
                 f"or ListStorage: got {type(storage).__name__}."
             )
-        if storage.ndim != 1:
+        shape = shape_of_records(storage) if storage.ndim > 1 and storage.initialized else None
+        if shape is not None and shape.numel() != storage.max_size:
             raise ValueError(
-                "Generation tracking needs a storage with ndim=1 so far: got "
-                f"{type(storage).__name__} with ndim={storage.ndim}."
+                f"Generation tracking with ndim={storage.ndim} needs a max_size that counts cells: "
+                f"got {type(storage).__name__} with max_size={storage.max_size} and records of "
+                f"shape {tuple(shape)}. Use LazyTensorStorage({shape.numel()}, "
+                f"ndim={storage.ndim}) and extend it with the records."
             )
         with _attaching:
             table = getattr(storage, TABLE_ATTRIBUTE, None)
@@ -142,24 +161,70 @@ class SlotGenerations(SharedState):
         foreign = getattr(self._storage, STAMPS_ATTRIBUTE)
         if foreign is not self._stamps:
             self._fold_in(foreign)
+        if self._is_open:
+            self._close()
+        return self._stamps
+
+    def _close(self) -> None:
+        """Takes over device and shape of a lazy storage when it has them."""
         if self._device_is_open and self._storage.device != "auto":
             self._stamps.data = self._stamps.to(self._storage.device)
             self._device_is_open = False
-        return self._stamps
+        if self._shape_is_open and self._storage.initialized:
+            assert self.grid is not None
+            self.grid.settle()
+            self._capacity = self._tree_slots = self.grid.slots
+            self._full_length = self._storage.max_size
+            if self._stamps.is_shared():  # the others have the memory
+                self._stamps.resize_(self._capacity)
+            else:
+                self._stamps.data = self._stamps[: self._capacity].clone()
+            self._shape_is_open = False
+        self._is_open = self._device_is_open or self._shape_is_open
+
+    @property
+    def capacity(self) -> int:
+        """How many slots the storage can hold."""
+        if self._shape_is_open:
+            self._close()
+        return self._capacity
+
+    @property
+    def length(self) -> int:
+        """How many slots of the storage hold a record, from the first on."""
+        return len(self._storage) if self.grid is None else self.grid.length
+
+    def fit(self, data: Any, single: bool = False) -> None:
+        """Readies a storage with ``ndim > 1`` for its first write; see :meth:`Grid.fit`."""
+        if self._shape_is_open:
+            self._close()
+        if self.grid is not None and self._shape_is_open:
+            self.grid.fit(data, single)
+            self._capacity = self._tree_slots = self.grid.slots
 
     def of(self, index: Any) -> torch.Tensor:
         """Returns the stamps of the records at ``index``.
 
         Args:
-            index: dim-0 slots, any shape: int, sequence, NumPy array or tensor of integers.
+            index: dim-0 slots, any shape: int, sequence, NumPy array or tensor of integers. With
+                ``ndim > 1``, a tuple of one tensor per dimension or a ``[..., ndim]`` tensor is
+                read as coordinates.
 
         Returns:
-            int64 tensor of the shape and on the device of ``index``. -1 where there is no usable
-            stamp: never written, out of range, or past the length of the storage.
+            int64 tensor of the shape and on the device of ``index`` (of coordinates: ``[...]``).
+            -1 where there is no usable stamp: never written, out of range, or past the length of
+            the storage.
 
         Raises:
             TypeError: if ``index`` is not integer.
         """
+        if self.grid is not None:
+            with self.lock:
+                slots, inside = self.grid.split(index, "index")
+                if inside is not None:
+                    found = self.of(slots.reshape(-1)).reshape(slots.shape)
+                    return torch.where(inside, found, -1)
+            index = slots
         slots = slot_index(index, "index")
         if self.is_traced():
             return self._of_traced(slots)
@@ -171,7 +236,7 @@ class SlotGenerations(SharedState):
         if found is not None:
             return found
         stamps = self.stamps
-        length = min(len(self._storage), stamps.numel())
+        length = min(self.length, stamps.numel())
         if length == 0:
             return torch.full_like(slots, -1)
         local = slots if slots.device == stamps.device else slots.to(stamps.device)
@@ -202,9 +267,9 @@ class SlotGenerations(SharedState):
     def is_traced(self) -> bool:
         """Whether this is a compiled region, which takes no lock and where nothing may branch.
 
-        After a restore, and where the table grows, it breaks the graph instead.
+        After a restore, where the table grows, and with ``ndim > 1``, it breaks the graph instead.
         """
-        return is_compiling() and self._fixed_size and self._restored is None
+        return is_compiling() and self._fixed_size and self._restored is None and self.grid is None
 
     def _of_traced(self, slots: torch.Tensor) -> torch.Tensor:
         stamps = self._stamps
@@ -235,13 +300,13 @@ class SlotGenerations(SharedState):
 
     def records(self) -> torch.Tensor:
         """The slots below the length of the storage: int64 ``[records]``."""
-        return torch.arange(len(self._storage), device=self._stamps.device)
+        return torch.arange(self.length, device=self._stamps.device)
 
     def is_live(self, index: Any, generation: Any) -> torch.Tensor:
         """Tells which handles still name the record that is in their slot.
 
         Args:
-            index: dim-0 slots, any shape.
+            index: dim-0 slots, any shape, or coordinates, see :meth:`of`.
             generation: the stamps taken with them, of the same shape.
 
         Returns:
@@ -251,17 +316,23 @@ class SlotGenerations(SharedState):
             TypeError: if ``index`` or ``generation`` is not integer.
             ValueError: if their shapes differ.
         """
-        slots = slot_index(index, "index")
+        if self.grid is None:
+            index = slots = slot_index(index, "index")
+        else:
+            slots, _ = self.grid.split(index, "index")
         taken = integer_tensor(generation, "generation")
         if taken.shape != slots.shape:
             raise ValueError(
                 "is_live() needs one generation per index: got generation of shape "
                 f"{tuple(taken.shape)} for index of shape {tuple(slots.shape)}."
             )
-        return self.live(slots, taken)
+        if self.grid is None:
+            return self.live(slots, taken)
+        found = self.of(index)
+        return (found == taken.to(found.device)) & (found >= 0)
 
     def live(self, slots: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        """:meth:`is_live` of int64 tensors of one shape."""
+        """:meth:`is_live` of int64 tensors of one shape, and of slots alone."""
         if self.is_traced():
             found, full = self._of_traced(slots), False
         else:
@@ -278,12 +349,15 @@ class SlotGenerations(SharedState):
         Writers call it, before they touch the data. Call it for a write behind the buffer's back.
 
         Args:
-            index: dim-0 slots; one that is named twice was written twice.
+            index: dim-0 slots; one that is named twice was written twice. Or coordinates, see
+                :meth:`of`: the cells of a slot are one write.
 
         Raises:
             TypeError: if ``index`` is not integer.
             IndexError: if a slot is negative or past the capacity. Nothing has advanced then.
         """
+        if self.grid is not None:
+            index = self.grid.writes(index)
         slots = slot_index(index, "advance(): index").reshape(-1)
         if not slots.numel():
             return
@@ -299,6 +373,7 @@ class SlotGenerations(SharedState):
             if self.base:
                 stamps[slots] = stamps[slots].clamp_(min=self.base - 1)
             stamps.index_add_(0, slots, torch.ones_like(slots))
+            self.note(slots)
             self._note_unknown()
 
     def advance_ring(self, start: int, count: int) -> None:
@@ -308,7 +383,8 @@ class SlotGenerations(SharedState):
         or two slice operations; a ring that laps itself advances a slot as often as it writes it.
         The caller holds the lock, and notes the write in the :attr:`ring_log` when it is made.
         """
-        self.num_advances += 1
+        if self._noted is not None:
+            self.note(torch.arange(start, start + count).remainder_(self._capacity))
         if self._storage._compilable and self._fixed_size:
             self.advance_traced(start, count)
             return
@@ -325,6 +401,32 @@ class SlotGenerations(SharedState):
         if over > 0:
             self._bump(stamps[:over])
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes which slots advance meanwhile, for :meth:`unnoted`. The lock must be held."""
+        outer, self._noted = self._noted, []
+        try:
+            yield
+        finally:
+            if outer is not None:
+                outer.extend(self._noted)
+            self._noted = outer
+
+    @property
+    def is_noting(self) -> bool:
+        """Whether :meth:`noting` is under way."""
+        return self._noted is not None
+
+    def note(self, slots: torch.Tensor) -> None:
+        """Notes that ``slots`` (``[N]``) have advanced, if :meth:`noting` is under way."""
+        if self._noted is not None:
+            self._noted.append(slots)
+
+    def unnoted(self, slots: torch.Tensor) -> torch.Tensor:
+        """Those of ``slots`` (``[N]``) that have not advanced since :meth:`noting` began."""
+        noted = [part.to(slots.device) for part in self._noted or ()]
+        return slots[~torch.isin(slots, torch.cat([slots[:0], *noted]))]
+
     def advance_written(self) -> None:
         """Advances every slot that was ever written, so that no handle of now stays live."""
         with self.lock:
@@ -334,7 +436,6 @@ class SlotGenerations(SharedState):
             self._note_unknown()
 
     def _note_unknown(self) -> None:
-        self.num_advances += 1
         self.ring_log.append_unknown()
 
     def retire(self) -> None:
@@ -346,7 +447,7 @@ class SlotGenerations(SharedState):
             stamps = self.stamps
             self.base = self._new_base(stamps)
             stamps.masked_fill_(stamps >= 0, self.base)
-            self._restored = None
+            self._remember_restored()
             self._note_unknown()
 
     def adopt(self, buffer: ReplayBuffer) -> None:
@@ -371,17 +472,17 @@ class SlotGenerations(SharedState):
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint needs: a copy of the stamps, the lineage and the live stamps.
 
-        A :class:`~torchrl.data.TensorStorage` saves its records as an alias, so they may run on
-        before they are loaded. ``_live_generation`` aliases the stamps in the same way: where it
+        Tensor and compressed storages save their records as an alias, so they may run on before
+        they are loaded. ``_live_generation`` aliases the stamps in the same way: where it
         differs from the copy at load, the record is no longer the one that the copy speaks of.
         """
         with self.lock:
-            state: dict[str, Any] = {
-                "_generation": self.stamps.clone(),
-                "_lineage": self.lineage,
-            }
-            if isinstance(self._storage, TensorStorage):
-                state["_live_generation"] = self.stamps
+            stamps = self.stamps
+            if self._shape_is_open:
+                stamps = stamps[:0]  # never written
+            state: dict[str, Any] = {"_generation": stamps.clone(), "_lineage": self.lineage}
+            if isinstance(self._storage, (TensorStorage, CompressedListStorage)):
+                state["_live_generation"] = stamps
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -416,7 +517,7 @@ class SlotGenerations(SharedState):
                     stamps.masked_fill_(self.ran_on, self.base)
             else:
                 self.retire()
-            records = self._stamps_up_to(len(self._storage))[: len(self._storage)]
+            records = self._stamps_up_to(self.length)[: self.length]
             records.masked_fill_(records < 0, 0 if never_written else self.base)
             self._remember_restored()
             self._note_unknown()
@@ -438,8 +539,10 @@ class SlotGenerations(SharedState):
         """Refuses records past the first ``slots`` slots from now on.
 
         A buffer calls it whose priority tree is smaller than its unbounded storage: the compiled
-        tree checks no bounds.
+        tree checks no bounds. With ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
         """
+        if self.grid is not None:
+            return
         self._tree_slots = min(self._tree_slots, slots)
 
     def _new_base(self, *in_use: torch.Tensor) -> int:

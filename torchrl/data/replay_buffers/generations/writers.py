@@ -28,43 +28,13 @@ STATE_KEYS = ("_generation", "_lineage", "_live_generation")
 GENERATION_KEY = "index_generation"
 
 
-class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
-    """A ring writer whose slots carry generation stamps.
+class StampingWriter:
+    """What the writers of this package have in common; it stands before a TorchRL writer."""
 
-    See :class:`torchrl.data.RoundRobinWriter`. The stamps live in the table of the storage
-    (:class:`~torchrl.data.replay_buffers.generations.SlotGenerations`) and are guarded by its lock.
-    A writer that does not track still advances a table that another buffer put on its storage.
-
-    Args:
-        compilable (bool, optional): see :class:`torchrl.data.RoundRobinWriter`. Defaults to False.
-
-    Keyword Args:
-        track_generations (bool, optional): whether to stamp the slots, which adds
-            ``"index_generation"`` to samples and 8 bytes per slot. Defaults to False.
-
-    Raises:
-        TypeError: when it is given a storage of a kind that cannot be tracked.
-        ValueError: when it is given a storage with ``ndim > 1``.
-
-    Examples:
-        >>> import torch
-        >>> from torchrl.data import LazyTensorStorage
-        >>> from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter
-        >>> rb = ReplayBuffer(
-        ...     storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True)
-        ... )
-        >>> index = rb.extend(torch.arange(4))
-        >>> _ = rb.extend(torch.arange(4, 6))  # puts other records into slots 0 and 1
-        >>> rb.writer.generations_of(index)
-        tensor([1, 1, 0, 0])
-    """
-
-    _cursor: int
-    _write_count: int
+    _storage: Storage
+    tracks_generations: bool
     # What a load found while the writer has no storage, until it gets one.
     _pending: dict[str, Any] | None = None
-    # What TorchRL's own load read, on its way into the table.
-    _loaded: torch.Tensor | None = None
 
     @property
     def table(self) -> SlotGenerations | None:
@@ -92,16 +62,82 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         """Returns the stamps of the records at ``index``.
 
         Args:
-            index: dim-0 slots, any shape.
+            index: dim-0 slots, any shape. With ``ndim > 1``, a tuple of one tensor per dimension
+                or a ``[..., ndim]`` tensor is read as coordinates.
 
         Returns:
-            int64 tensor of the shape and on the device of ``index``; -1 where there is no usable
-            stamp: never written, emptied, out of range, or the writer does not track.
+            int64 tensor of the shape and on the device of ``index`` (of coordinates: ``[...]``);
+            -1 where there is no usable stamp: never written, emptied, out of range, or the writer
+            does not track.
         """
         table = self.table
         if table is None or not self.tracks_generations:
+            if isinstance(index, tuple) and self._storage is not None and self._storage.ndim > 1:
+                index = index[0]
             return torch.full_like(slot_index(index, "generations_of(): index"), -1)
         return table.of(index)
+
+    def _fill_gap(self, table: SlotGenerations, length: int, written: torch.Tensor) -> None:
+        """Stamps slots that a write brought below the length without a record of their own.
+
+        From now on they can be sampled: they get the default priority, too.
+        """
+        gap = torch.arange(length, table.length)
+        gap = gap[~torch.isin(gap, written.cpu())]
+        if gap.numel():
+            table.advance(gap)
+            give_default_priority(self._storage, gap)
+
+    def _stamp_late(self, index: Any) -> Any:
+        """For a write without a table, in the middle of which another thread made one."""
+        table = self.table
+        if table is not None:
+            table.advance(index)
+        return index
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        table = self.table
+        if table is not None:
+            table.load_state_dict(state)
+        elif self._storage is None and self.tracks_generations:
+            self._pending = state
+
+
+class RoundRobinWriter(StampingWriter, torchrl_buffers.RoundRobinWriter):
+    """A ring writer whose slots carry generation stamps.
+
+    See :class:`torchrl.data.RoundRobinWriter`. The stamps live in the table of the storage
+    (:class:`~torchrl.data.replay_buffers.generations.SlotGenerations`) and are guarded by its lock.
+    A writer that does not track still advances a table that another buffer put on its storage.
+
+    Args:
+        compilable (bool, optional): see :class:`torchrl.data.RoundRobinWriter`. Defaults to False.
+
+    Keyword Args:
+        track_generations (bool, optional): whether to stamp the slots, which adds
+            ``"index_generation"`` to samples and 8 bytes per slot. Defaults to False.
+
+    Raises:
+        TypeError: when it is given a storage of a kind that cannot be tracked.
+        ValueError: when it is given a TensorStorage with ``ndim > 1`` that was made of records.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.data import LazyTensorStorage
+        >>> from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter
+        >>> rb = ReplayBuffer(
+        ...     storage=LazyTensorStorage(4), writer=RoundRobinWriter(track_generations=True)
+        ... )
+        >>> index = rb.extend(torch.arange(4))
+        >>> _ = rb.extend(torch.arange(4, 6))  # puts other records into slots 0 and 1
+        >>> rb.writer.generations_of(index)
+        tensor([1, 1, 0, 0])
+    """
+
+    _cursor: int
+    _write_count: int
+    # What TorchRL's own load read, on its way into the table.
+    _loaded: torch.Tensor | None = None
 
     def add(self, data: Any) -> int | torch.Tensor:
         """Puts one record at the cursor; see :meth:`torchrl.data.RoundRobinWriter.add`."""
@@ -113,6 +149,8 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             table.advance_traced(self._cursor, 1)
             return self._put(data, put)
         with table.lock:
+            if table.grid is not None:
+                table.fit(data, single=True)
             return self._ring_write(table, 1, lambda _: self._put(data, put))
 
     def extend(self, data: Any) -> torch.Tensor:
@@ -124,6 +162,11 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         Returns:
             int64 ``[N]``: the slot of each row, also of rows that were overwritten within the call
             because N exceeds the capacity. Of those, only the last ``capacity`` are written at all.
+            With ``ndim > 1``, the coordinates of each cell, row by row: ``[N * cells, ndim]``.
+
+        Raises:
+            ValueError: if the first write of a lazy storage with ``ndim > 1`` makes more cells than
+                a priority sampler over it holds. Nothing has changed then.
         """
         table = self.table
         if table is None:
@@ -134,9 +177,11 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
             table.advance_traced(self._cursor, rows)
             return self._put(data, put)
         with table.lock:
-            if rows > self._storage.max_size:
+            if table.grid is not None:
+                table.fit(data)
+            if rows > table.capacity:
                 return self._ring_write(
-                    table, rows, lambda start: self._put_last(data, start, rows)
+                    table, rows, lambda start: self._put_last(data, start, rows, table)
                 )
             if not rows or not self._takes_ranges(data):
                 return self._ring_write(table, rows, lambda _: self._put(data, put))
@@ -175,14 +220,14 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         self._mark_update_entities(index)
         return index
 
-    def _put_last(self, data: Any, start: int, rows: int) -> torch.Tensor:
+    def _put_last(self, data: Any, start: int, rows: int, table: SlotGenerations) -> torch.Tensor:
         """Writes the last ``capacity`` rows of a batch that laps the ring."""
-        capacity = self._storage.max_size
+        capacity = table.capacity
         # The older of the rows that stay fill the ring to its end, the newer begin it.
         end = (start + rows) % capacity
         parts = [(end, slice(rows - capacity, rows - end)), (0, slice(rows - end, rows))]
-        if isinstance(self._storage, ListStorage):
-            parts.reverse()  # a list only grows from its front
+        if table.grid is not None or isinstance(self._storage, ListStorage):
+            parts.reverse()  # these only grow from their front
         self._write_count += rows - capacity
         for cursor, part in parts:
             if part.start < part.stop:
@@ -190,8 +235,10 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
                 index = self._put(_rows(data, part), super().extend)
         self._cursor = end
         index = (torch.arange(rows, device=index.device) + start) % capacity
+        if table.grid is not None:
+            self._storage._set_last_cursor(index[-max(end, 1) :])
         self._label(data, index)
-        return index
+        return self._replicate_index(index)
 
     def write_at(self, index: Any, data: Any) -> int | torch.Tensor:
         """Puts records into the slots ``index`` without moving the cursor.
@@ -205,7 +252,9 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         put = super().write_at
         with table.lock:
             table.forget_failed_first_write()
-            length = len(self._storage)
+            if table.grid is not None:
+                table.fit(data, single=isinstance(index, int))
+            length = table.length
             slots = slot_index(index, "write_at(): index").reshape(-1)
             table.advance(slots)
             try:
@@ -226,7 +275,7 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         """
         storage = self._storage
         table.forget_failed_first_write()
-        start, length, capacity = self._cursor, len(storage), storage.max_size
+        start, length, capacity = self._cursor, table.length, table.capacity
         revision = storage._mutation_revision
         table.advance_ring(start, rows)
         try:
@@ -239,28 +288,10 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         if not storage._compilable:  # its learners compare every slot: cells can't be traced
             table.ring_log.append(start, rows, revision, storage._mutation_revision)
         if length < capacity:
-            end = len(storage)
+            end = table.length
             if end > length and not (start <= length and start + rows >= end):
                 written = (torch.arange(min(rows, capacity)) + start) % capacity
                 self._fill_gap(table, length, written)
-        return index
-
-    def _fill_gap(self, table: SlotGenerations, length: int, written: torch.Tensor) -> None:
-        """Stamps slots that a write brought below the length without a record of their own.
-
-        From now on they can be sampled: they get the default priority, too.
-        """
-        gap = torch.arange(length, len(self._storage))
-        gap = gap[~torch.isin(gap, written.cpu())]
-        if gap.numel():
-            table.advance(gap)
-            give_default_priority(self._storage, gap)
-
-    def _stamp_late(self, index: Any) -> Any:
-        """For a write without a table, in the middle of which another thread made one."""
-        table = self.table
-        if table is not None:
-            table.advance(index)
         return index
 
     def _put(self, data: Any, write: Callable[[Any], Any]) -> Any:
@@ -279,6 +310,15 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
 
     def _label(self, data: Any, index: Any) -> None:
         """Rewrites the caller's ``index`` where TorchRL's writer of this kind does; here not."""
+
+    def _update_storage_len_for_write_at(self, index: Any) -> None:
+        grid = None if self.table is None else self.table.grid
+        slots = torch.as_tensor(index)
+        if grid is not None and slots.numel():  # the length counts cells, TorchRL takes slots
+            cells = (int(slots.max()) + 1) * grid.width
+            self._storage._len = min(max(len(self._storage), cells), self._storage.max_size)
+        else:
+            super()._update_storage_len_for_write_at(index)
 
     def _bump_generation(self, index: Any, data: Any) -> None:
         """TorchRL's methods call this after the data; the stamps have advanced before it."""
@@ -340,13 +380,6 @@ class RoundRobinWriter(torchrl_buffers.RoundRobinWriter):
         loaded, self._loaded = self._loaded, None
         self._take_over({} if loaded is None else {"_generation": loaded, "_lineage": lineage})
 
-    def _take_over(self, state: dict[str, Any]) -> None:
-        table = self.table
-        if table is not None:
-            table.load_state_dict(state)
-        elif self._storage is None and self.tracks_generations:
-            self._pending = state
-
 
 class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRoundRobinWriter):
     """A ring writer for tensordict buffers whose slots carry generation stamps.
@@ -374,7 +407,8 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
         stored = without_stamps(data)
         index = super()._put(stored, write)
         if stored is not data:
-            self._label(data, index)
+            one_dimension = self._storage.ndim == 1  # else TorchRL's writer labels with the slots
+            self._label(data, index if one_dimension else stored.get("index"))
         return index
 
     def _set_index(self, data: Any, index: torch.Tensor) -> None:
@@ -384,11 +418,13 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
     def _label(self, data: Any, index: Any) -> None:
         if is_tensorclass(data):
             return
+        table = self.table
+        assert table is not None  # only writes into a tracked storage come here
         slots = torch.as_tensor(index, device=data.device)
+        if slots.ndim > 1:
+            slots = slots.reshape(slots.shape[0], -1)[:, 0]
         data.set("index", expand_as_right(slots, data))
         if GENERATION_KEY in data.keys():  # noqa: SIM118  a tensordict is no mapping
-            table = self.table
-            assert table is not None  # only writes into a tracked storage come here
             data.set(GENERATION_KEY, expand_as_right(row_generations(table, slots), data))
 
 
@@ -402,8 +438,11 @@ def give_default_priority(
         slots (torch.Tensor): int64 ``[slots]``; those past the length have no record and no leaf.
         entities (list, optional): the buffers to do it in. Defaults to all that are attached.
     """
-    slots = slots[slots < len(storage)]
+    grid = getattr(storage, TABLE_ATTRIBUTE).grid
+    slots = slots[slots < (len(storage) if grid is None else grid.length)]
     if slots.numel():
+        if grid is not None:
+            slots = grid.cells_of(slots)
         for entity in storage._attached_entities if entities is None else entities:
             entity.mark_update(slots)
 
@@ -421,14 +460,19 @@ def row_generations(table: SlotGenerations, index: Any) -> torch.Tensor:
 
     Args:
         table (SlotGenerations): the table of the storage.
-        index: the slots that the write returned: an int, or ``[N]``.
+        index: what the write returned: an int, ``[N]`` slots, or ``[N, ndim]`` coordinates.
 
     Returns:
-        int64, shaped like ``index``: -1 for a row whose slot a later row of the call took.
+        int64, shaped like ``index`` (``[N]`` for coordinates ``[N, ndim]``): -1 for a row whose
+        slot a later row of the call took.
     """
     stamps = table.of(index)
     if stamps.numel() > table.stamps.numel():
-        stamps[~last_rows(torch.as_tensor(index))] = -1
+        slots = torch.as_tensor(index)
+        if slots.ndim > 1:
+            assert table.grid is not None  # else there are no coordinates
+            slots = table.grid.number(slots)
+        stamps[~last_rows(slots)] = -1
     return stamps
 
 
