@@ -511,6 +511,9 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
                 "each of them with track_generations=True."
             )
 
+    def _check_updatable(self, name: str) -> None:
+        self._check_all_track(f"{name}()")
+
     def _conditional_parts(self, name: str) -> Any:
         raise RuntimeError(
             f"{name}() works on the members of an ensemble: call it on ensemble[i] with the "
