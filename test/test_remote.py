@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections import deque
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray cluster that leaves no process and no file behind."""
+    resource_tracker.ensure_running()  # of multiprocessing: it is ours, and stays
     before = descendants(os.getpid())
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a socket's path must be short
     with pytest.MonkeyPatch.context() as environment:
