@@ -287,15 +287,17 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
                     locks.callback(rb._futures_lock.release)
                     rb._synchronize_futures_locked()
                 else:
-                    for table in self._member_tables():
+                    mine = self._member_tables()
+                    for table in mine:
                         if not table.lock.acquire(timeout=SETTLING):
                             break
                         locks.callback(table.lock.release)
                     else:
-                        for table in self._member_tables():
-                            table.join_first_write()
-                        yield
-                        return
+                        if mine == self._member_tables():  # else set_storage() came in between
+                            for table in mine:
+                                table.join_first_write()
+                            yield
+                            return
 
     # ------------------------------------------------------------------ writing records
 
