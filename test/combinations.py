@@ -217,15 +217,15 @@ def matrix() -> dict[tuple[str, str, str, str], tuple[str, str]]:
 # What the matrix does not try, and what there is to say about it.
 _POSITIONS = "tried by its own test: records come back into their slots, with their handles"
 _READS = "reads records, and neither writes them nor holds handles"
-_NOT_YET = "no stamps so far: its members may be this package's buffers, each with its own table"
 OTHERS = {
     "ReplayBuffer": "has a counterpart of the same name here",
     "PrioritizedReplayBuffer": "has a counterpart of the same name here",
     "TensorDictReplayBuffer": "has a counterpart of the same name here",
     "TensorDictPrioritizedReplayBuffer": "has a counterpart of the same name here",
-    "ReplayBufferEnsemble": _NOT_YET,
+    "ReplayBufferEnsemble": "has a counterpart of the same name here, of this package's buffers on "
+    "storages of one dimension; others are refused (``TypeError``, ``ValueError``)",
     "SamplerEnsemble": "belongs to ``ReplayBufferEnsemble``",
-    "WriterEnsemble": "belongs to ``ReplayBufferEnsemble``",
+    "WriterEnsemble": "has a counterpart of the same name here",
     "RayReplayBuffer": "no stamps so far",
     "RemoteTensorDictReplayBuffer": "no stamps so far",
     "HERReplayBuffer": "``class Mine(ConditionalPriorityUpdates, HERReplayBuffer)`` carries "
