@@ -96,6 +96,10 @@ WRITERS: dict[str, tuple[Callable[[], stock.Writer], Callable[[], stock.Writer]]
         lambda: stock.TensorDictRoundRobinWriter(track_generations=True),
         stock.TensorDictRoundRobinWriter,
     ),
+    "TensorDictMaxValueWriter": (
+        lambda: generations.TensorDictMaxValueWriter(rank_key="rank", track_generations=True),
+        lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
+    ),
     "TorchRL's TensorDictMaxValueWriter": (
         lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
         lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
@@ -153,7 +157,7 @@ def attempt(buffer: Any, storage: Kind, writer: Any, **parts: Any) -> str:
     assert table.is_live(*handles).all()
     if not isinstance(sampler, stock.PrioritizedSampler):
         refuses(rb, sample, "needs priorities")
-        rb.extend(records(storage.shape))
+        rb.extend(records(storage.shape, rank=1))
         assert not table.is_live(*handles).any()
         return STAMPS
     assert rb.update_tensordict_priority_if_present(sample).updated_mask.tolist() == [True] * len(
@@ -164,7 +168,7 @@ def attempt(buffer: Any, storage: Kind, writer: Any, **parts: Any) -> str:
     expected[numbers] = 5.0
     assert leaves(sampler) == expected.tolist()
     sampler._max_priority = None  # new records get a leaf of 1
-    rb.extend(records(storage.shape))
+    rb.extend(records(storage.shape, rank=1))
     assert rb.update_tensordict_priority_if_present(sample).num_updated == 0
     assert leaves(sampler) == [1.0] * cells
     return UPDATES
