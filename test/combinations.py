@@ -230,8 +230,8 @@ OTHERS = {
     "storages of one dimension; others are refused (``TypeError``, ``ValueError``)",
     "SamplerEnsemble": "belongs to ``ReplayBufferEnsemble``",
     "WriterEnsemble": "has a counterpart of the same name here",
-    "RayReplayBuffer": "no stamps so far",
-    "RemoteTensorDictReplayBuffer": "no stamps so far",
+    "RayReplayBuffer": "has a counterpart of the same name here",
+    "RemoteTensorDictReplayBuffer": "has a counterpart of the same name here",
     "HERReplayBuffer": "``class Mine(ConditionalPriorityUpdates, HERReplayBuffer)`` carries "
     "stamps: it relabels what it samples, and stores nothing",
     "OfflineToOnlineReplayBuffer": "makes TorchRL buffers of its own, without stamps or priorities",
