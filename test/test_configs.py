@@ -25,18 +25,27 @@ def built_by_hydra() -> list[type]:
     return [cls for cls in classes if issubclass(cls, (Writer, TorchRLBuffer))]
 
 
+# An ensemble has its members' parts, and refuses others.
+TAKES_NOT = {generations.ReplayBufferEnsemble: ("storage", "sampler", "writer")}
+
+
 def constructor_arguments(cls: type) -> dict[str, inspect.Parameter]:
-    """Every named argument that reaches a constructor through ``**kwargs`` of those before it."""
+    """Every argument that reaches a constructor through ``**kwargs`` of those before it.
+
+    Of ``*writers`` the name too: YAML gives a list of them.
+    """
     found: dict[str, inspect.Parameter] = {}
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):
             continue
         parameters = list(inspect.signature(vars(owner)["__init__"]).parameters.values())[1:]
         for parameter in parameters:
-            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if parameter.kind is not parameter.VAR_KEYWORD and parameter.name != "args":
                 found.setdefault(parameter.name, parameter)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
             break
+    for name in TAKES_NOT.get(cls, ()):
+        del found[name]
     return found
 
 
@@ -55,7 +64,9 @@ def test_a_field_has_the_default_of_its_argument(cls):
     config_fields = fields(cls)
     for name, parameter in constructor_arguments(cls).items():
         default = config_fields[name].default
-        if parameter.default is inspect.Parameter.empty:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            assert config_fields[name].default_factory() == []
+        elif parameter.default is inspect.Parameter.empty:
             assert default == "???"
         elif name == "service_backend_options":
             assert config_fields[name].default_factory() == {}  # as TorchRL's own
@@ -195,6 +206,70 @@ made:
     result = rb.update_tensordict_priority(sample)
     assert (result is not None) is guard
     assert rb.stats()["updates_stale"] == (4 if guard else 0)
+
+
+def test_an_ensemble_refuses_the_parts_that_are_no_fields():
+    member = generations.ReplayBuffer(storage=LazyTensorStorage(4))
+    for name in ("storage", "sampler"):
+        with pytest.raises(TypeError, match=name):
+            generations.ReplayBufferEnsemble(member, **{name: None})
+
+
+def test_a_max_value_writer_from_yaml(tmp_path):
+    writer = built(
+        tmp_path,
+        """
+defaults:
+  - writer@made: generations_tensordict_max_value
+  - _self_
+made: {rank_key: [next, score], reduction: mean, track_generations: true}
+""",
+    )
+    assert type(writer) is generations.TensorDictMaxValueWriter
+    assert writer._rank_key == ("next", "score")
+    assert writer.tracks_generations
+
+
+def test_a_writer_ensemble_from_yaml(tmp_path):
+    writer = built(
+        tmp_path,
+        """
+defaults:
+  - writer@made: generations_ensemble
+  - writer@first: generations_round_robin
+  - _self_
+first: {track_generations: true}
+made:
+  track_generations: true
+  writers: ["${first}", "${first}"]
+""",
+    )
+    assert type(writer) is generations.WriterEnsemble
+    assert [type(part) for part in writer._writers] == [generations.RoundRobinWriter] * 2
+    assert writer.tracks_generations
+
+
+def test_an_ensemble_of_buffers_from_yaml(tmp_path):
+    ensemble = built(
+        tmp_path,
+        """
+defaults:
+  - replay_buffer@made: generations_ensemble
+  - replay_buffer@member: generations_tensordict_prioritized
+  - _self_
+member: {alpha: 1.0, beta: 1.0, track_generations: true}
+made:
+  rbs: ["${member}", "${member}"]
+  p: [0.25, 0.75]
+  routing_key: [meta, source]
+  batch_size: 4
+  track_generations: true
+""",
+    )
+    assert type(ensemble) is generations.ReplayBufferEnsemble
+    assert [type(rb) for rb in ensemble._rbs] == [generations.TensorDictPrioritizedReplayBuffer] * 2
+    assert ensemble._sampler.p.tolist() == [0.25, 0.75]
+    assert ensemble.routing_key == ("meta", "source")
 
 
 def test_a_dtype_that_is_none_is_refused():

@@ -19,10 +19,12 @@ from torchrl.data import (
     LazyTensorStorage,
     PrioritizedSampler,
     ReplayBuffer,
+    Sequence,
 )
 from torchrl.data import TensorDictPrioritizedReplayBuffer as TorchRLBuffer
 from torchrl.data.replay_buffers.generations import (
     LogPriorityUpdates,
+    ReplayBufferEnsemble,
     ReplayBufferTrainer,
     SlotGenerations,
     TensorDictPrioritizedReplayBuffer,
@@ -279,6 +281,37 @@ def test_counting_does_not_wait_for_the_gpu():
     assert tally.totals() == (4, 2)
 
 
+def ensemble_and_late_sample(**kwargs):
+    """Two members, and a sample of their slots; the first one's records are gone by now."""
+    members = [td_buffer(**kwargs) for _ in range(2)]
+    ensemble = ReplayBufferEnsemble(*members, sample_from_all=True, batch_size=16)
+    sample = ensemble.sample()
+    members[0].extend(ids(range(CAPACITY)))
+    return ensemble, sample.set("td_error", torch.full([2, 8], 9.0))
+
+
+def test_an_ensemble_counts_what_its_members_count():
+    ensemble, sample = ensemble_and_late_sample()
+    ensemble.update_tensordict_priority_if_present(sample)
+    assert counts(ensemble) == (8, 8, 0.5)
+    assert [counts(rb) for rb in ensemble._rbs] == [(0, 8, 1.0), (8, 0, 0.0)]
+    ensemble._rbs[1].update_priority_if_present(index=0, generation=0, priority=2.0)
+    assert counts(ensemble) == (9, 8, 8 / 17)
+    ensemble.reset_stats()
+    assert [counts(rb) for rb in ensemble._rbs] == [(0, 0, 0.0)] * 2
+
+
+def test_the_anchors_of_sequences_are_guarded():
+    rb = td_buffer(0, guard_priorities=True, sample_unit=Sequence(length=2), batch_size=4)
+    steps = ids(range(CAPACITY)).set(("next", "done"), torch.zeros(CAPACITY, 1, dtype=torch.bool))
+    rb.extend(steps)
+    sample = rb.sample()
+    rb.extend(steps)
+    sample["td_error"] = torch.full(sample.shape, 9.0)
+    assert rb.update_tensordict_priority(sample).num_updated == 0
+    assert leaves(rb) == [1.0] * 8
+
+
 # ---------------------------------------------------------------------- our hook
 
 
@@ -305,6 +338,13 @@ def test_the_hook_is_torchrls_for_any_other_buffer():
 
     plain = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
     ReplayBufferTrainer(plain).update_priority(sample)
+
+
+def test_the_hook_is_conditional_for_an_ensemble_too():
+    ensemble, sample = ensemble_and_late_sample()
+    ReplayBufferTrainer(ensemble).update_priority(sample)
+    assert leaves(ensemble._rbs[0]) == [1.0] * 8
+    assert {leaves(ensemble._rbs[1])[slot] for slot in sample["index"]["index"][1]} == {9.0}
 
 
 class Recorder:

@@ -50,7 +50,7 @@ from .ring_log import ENTRIES
 from .sampling import check_dimensions, unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
-from .tally import Tally
+from .tally import Tally, stats_of
 from .tree import keeps_default, write_default, write_priority
 from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities, stamped_unit
 from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
@@ -785,14 +785,20 @@ class ConditionalPriorityUpdates(_Buffer):
             (3, 1, 0.25)
         """
         stats = super().stats()
-        if self._takes_conditional_updates():
-            stats.update(self._tally.stats())
+        tallies = self._tallies()
+        if tallies:
+            stats.update(stats_of(tallies))
         return stats
 
     def reset_stats(self) -> None:
         """Lets the counts of conditional updates in :meth:`stats` begin at zero again."""
         with self._write_lock:
-            self._tally.reset()
+            for tally in self._tallies():
+                tally.reset()
+
+    def _tallies(self) -> list[Tally]:
+        """Where its conditional updates are counted; none if it takes none."""
+        return [self._tally] if self._takes_conditional_updates() else []
 
     # ------------------------------------------------------------------ asynchronous learners
 
@@ -1300,11 +1306,11 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
 
     @_maybe_delay_init
     def update_tensordict_priority(self, data: TensorDictBase) -> PriorityUpdateResult | None:
-        """Writes the priorities of a sample; see :class:`torchrl.data.TensorDictReplayBuffer`.
+        """Writes the priorities of a sample by slot; see TorchRL's method of the same name.
 
         With ``guard_priorities=True`` it is :meth:`update_tensordict_priority_if_present`, so that
         code which knows nothing of stamps is safe. If the buffer does not track, or its sampler has
-        no priorities, it is TorchRL's method all the same.
+        no priorities, it writes by slot all the same, or nothing.
 
         Args:
             data (TensorDictBase): a sample of this buffer.
@@ -1336,7 +1342,14 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         """
         if self._guard_priorities and self._guards_samples():
             return self.update_tensordict_priority_if_present(data)
-        return super().update_tensordict_priority(data)
+        grid = None if self._table is None else self._table.grid
+        if grid is None or not self._writes_under_way:
+            return super().update_tensordict_priority(data)
+        priority = data.get(self.priority_key, None)
+        if priority is not None:
+            index = data.get("index").reshape(-1, grid.ndim)
+            self.update_priority(index, priority.reshape(len(index), -1))
+        return None
 
     def extend(
         self,
@@ -1351,7 +1364,7 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         )
 
     # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
-    # takes the slots in them for the cells to give a priority to.
+    # takes the slots in them for the cells to give a priority to (update_tensordict_priority).
 
     def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
         grid = None if self._table is None else self._table.grid
@@ -1359,18 +1372,6 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
             tensordict.set("index", index.reshape(*grid.row, grid.ndim))
         else:
             super()._set_index_in_td(tensordict, index)
-
-    @_maybe_delay_init
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Writes the priorities of a sample by slot; see TorchRL's method of the same name."""
-        grid = None if self._table is None else self._table.grid
-        if grid is None or not self._writes_under_way:
-            super().update_tensordict_priority(data)
-            return
-        priority = data.get(self.priority_key, None)
-        if priority is not None:
-            index = data.get("index").reshape(-1, grid.ndim)
-            self.update_priority(index, priority.reshape(len(index), -1))
 
 
 class TensorDictPrioritizedReplayBuffer(

@@ -26,12 +26,13 @@ here are those of TorchRL's configurations. A whole configuration, as YAML:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
+from torchrl.data.replay_buffers import Writer
 from torchrl.trainers.algorithms.configs import data as torchrl_configs
 
 from .buffers import (
@@ -39,6 +40,8 @@ from .buffers import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
+from .ensembles import ReplayBufferEnsemble, WriterEnsemble
+from .max_value import TensorDictMaxValueWriter
 
 _PACKAGE = "torchrl.data.replay_buffers.generations"
 
@@ -55,6 +58,24 @@ class TensorDictRoundRobinWriterConfig(torchrl_configs.TensorDictRoundRobinWrite
     """Configuration of our :class:`TensorDictRoundRobinWriter`."""
 
     _target_: str = f"{_PACKAGE}.TensorDictRoundRobinWriter"
+
+
+@dataclass
+class TensorDictMaxValueWriterConfig(torchrl_configs.TensorDictMaxValueWriterConfig):
+    """Configuration of our :class:`TensorDictMaxValueWriter`; ``rank_key`` may be a list."""
+
+    _target_: str = f"{_PACKAGE}.configs.make_tensordict_max_value_writer"
+    compilable: bool = False
+    track_generations: bool = False
+
+
+@dataclass
+class WriterEnsembleConfig(torchrl_configs.WriterConfig):
+    """Configuration of :class:`~torchrl.data.replay_buffers.generations.WriterEnsemble`."""
+
+    _target_: str = f"{_PACKAGE}.configs.make_writer_ensemble"
+    writers: list[Any] = field(default_factory=list)
+    track_generations: bool = False
 
 
 @dataclass
@@ -132,6 +153,64 @@ class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
     guard_priorities: bool = False
 
 
+@dataclass
+class ReplayBufferEnsembleConfig(torchrl_configs.ReplayBufferBaseConfig):
+    """Configuration of :class:`~torchrl.data.replay_buffers.generations.ReplayBufferEnsemble`.
+
+    ``rbs`` are the members, a list of configurations. ``routing_key`` may be a list.
+    """
+
+    _target_: str = f"{_PACKAGE}.configs.make_replay_buffer_ensemble"
+    rbs: list[Any] = field(default_factory=list)
+    storages: Any = None
+    samplers: Any = None
+    writers: Any = None
+    sample_unit: Any = None
+    collate_fn: Any = None
+    collate_fns: Any = None
+    pin_memory: bool = False
+    prefetch: int | None = None
+    transform: Any = None
+    transform_factory: Any = None
+    batch_size: int | None = None
+    dim_extend: int | None = None
+    checkpointer: Any = None
+    generator: Any = None
+    consume_after_n_samples: int | None = None
+    p: Any = None
+    sample_from_all: bool = False
+    num_buffer_sampled: int | None = None
+    routing_key: Any = None
+    routing_dim: int | None = None
+    shared: bool = False
+    compilable: bool | None = None
+    delayed_init: bool | None = None
+    service_backend: str = "direct"
+    service_backend_options: dict[str, Any] = field(default_factory=dict)
+    transport: str = "auto"
+    transport_options: Any = None
+    track_generations: bool = False
+
+
+def make_tensordict_max_value_writer(*, rank_key: Any, **kwargs: Any) -> TensorDictMaxValueWriter:
+    """Builds the writer from what YAML can say."""
+    return TensorDictMaxValueWriter(rank_key=_nested_key(rank_key), **kwargs)
+
+
+def make_writer_ensemble(*, writers: Sequence[Writer], **kwargs: Any) -> WriterEnsemble:
+    """Builds the ensemble, which takes its writers as positional arguments."""
+    return WriterEnsemble(*writers, **kwargs)
+
+
+def make_replay_buffer_ensemble(
+    *, rbs: Sequence[Any], routing_key: Any, p: Any, **kwargs: Any
+) -> ReplayBufferEnsemble:
+    """Builds the ensemble, which takes its members as positional arguments."""
+    if isinstance(p, Sequence) and not isinstance(p, str):
+        p = list(p)
+    return ReplayBufferEnsemble(*rbs, routing_key=_nested_key(routing_key), p=p, **kwargs)
+
+
 def make_tensordict_replay_buffer(*, priority_key: Any, **kwargs: Any) -> TensorDictReplayBuffer:
     """Builds the buffer from what YAML can say."""
     return TensorDictReplayBuffer(priority_key=_nested_key(priority_key), **kwargs)
@@ -169,10 +248,13 @@ def _register() -> None:
     for group, name, node in (
         ("writer", "round_robin", RoundRobinWriterConfig),
         ("writer", "tensordict_round_robin", TensorDictRoundRobinWriterConfig),
+        ("writer", "tensordict_max_value", TensorDictMaxValueWriterConfig),
+        ("writer", "ensemble", WriterEnsembleConfig),
         ("replay_buffer", "base", ReplayBufferConfig),
         ("replay_buffer", "prioritized", PrioritizedReplayBufferConfig),
         ("replay_buffer", "tensordict", TensorDictReplayBufferConfig),
         ("replay_buffer", "tensordict_prioritized", TensorDictPrioritizedReplayBufferConfig),
+        ("replay_buffer", "ensemble", ReplayBufferEnsembleConfig),
     ):
         store.store(group=group, name=f"generations_{name}", node=node)
 

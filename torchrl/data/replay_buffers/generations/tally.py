@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -38,8 +40,10 @@ class Tally:
         applied, sent = self._counts
         return int(applied), sent - int(applied)
 
-    def stats(self) -> dict[str, int | float | bool]:
-        """Returns the entries of a buffer's ``stats()``."""
-        applied, stale = self.totals()
-        share = stale / (applied + stale) if stale else 0.0
-        return {"updates_applied": applied, "updates_stale": stale, "stale_share": share}
+
+def stats_of(tallies: Iterable[Tally]) -> dict[str, int | float | bool]:
+    """Returns the entries of a buffer's ``stats()``, of all these tallies together."""
+    totals = [tally.totals() for tally in tallies]
+    applied, stale = (sum(counts) for counts in zip(*totals, strict=True))
+    share = stale / (applied + stale) if stale else 0.0
+    return {"updates_applied": applied, "updates_stale": stale, "stale_share": share}
