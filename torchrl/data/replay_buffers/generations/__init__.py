@@ -15,6 +15,9 @@ further writers, ``ensembles.py`` about several buffers in one, ``remote.py`` ab
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .buffers import (
     ConditionalPriorityUpdates,
     PrioritizedReplayBuffer,
@@ -29,14 +32,22 @@ from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
 
+if TYPE_CHECKING:
+    from .trainers import LogPriorityUpdates, ReplayBufferTrainer
+
+# Names whose modules bring in far more of TorchRL, and are imported when they are asked for.
+_LATE = {"LogPriorityUpdates": ".trainers", "ReplayBufferTrainer": ".trainers"}
+
 __all__ = [
     "ConditionalPriorityUpdates",
+    "LogPriorityUpdates",
     "PrioritizedReplayBuffer",
     "PriorityUpdateResult",
     "RayReplayBuffer",
     "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
+    "ReplayBufferTrainer",
     "RoundRobinWriter",
     "SlotGenerations",
     "TensorDictMaxValueWriter",
@@ -45,3 +56,9 @@ __all__ = [
     "TensorDictRoundRobinWriter",
     "WriterEnsemble",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATE[name], __name__), name)

@@ -50,6 +50,7 @@ from .ring_log import ENTRIES
 from .sampling import check_dimensions, unmask_leaves
 from .sharing import copy_records, own_files
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
+from .tally import Tally, stats_of
 from .tree import keeps_default, write_default, write_priority
 from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities, stamped_unit
 from .users_writers import OUR_WRITERS, RING_WRITERS, stamp_rest, stamps_late, watched
@@ -134,6 +135,7 @@ class ConditionalPriorityUpdates(_Buffer):
     ) -> None:
         self._track_generations = track_generations
         self._writer_argument = writer
+        self._tally = Tally()
         if isinstance(writer, Writer):
             self._check_tracks(writer)
         storage = kwargs.get("storage")
@@ -640,8 +642,9 @@ class ConditionalPriorityUpdates(_Buffer):
             if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
+            num_handles = live.numel()
             if kept.all().item():
-                num_kept = slots.numel()
+                num_kept = num_handles
             else:
                 rows = kept.nonzero().view(-1)
                 num_kept = rows.numel()
@@ -654,6 +657,10 @@ class ConditionalPriorityUpdates(_Buffer):
                 write_priority(sampler, leaves, values, highest, self._storage)
                 if ahead and self._seen is not None:  # else they would be taken for unseen
                     self._seen[slots] = table.stamps[slots]
+            if kept is live:
+                self._tally.count(num_kept, num_handles)
+            else:
+                self._tally.count_mask(live)
         finally:
             held.lock.release()
         if mask_shape != live.shape or live.device != device:
@@ -826,6 +833,66 @@ class ConditionalPriorityUpdates(_Buffer):
                 "buffer with sampler=PrioritizedSampler(...), or as a prioritized buffer."
             )
         return table, sampler
+
+    def _takes_conditional_updates(self) -> bool:
+        """Whether there are both stamps and priorities, so that an update can be conditional."""
+        return (
+            self._table is not None
+            and self._priority_sampler is not None
+            and self._writer.tracks_generations
+        )
+
+    @_maybe_delay_init
+    def _guards_samples(self) -> bool:
+        """Whether ``update_tensordict_priority`` of a sample can be made conditional now.
+
+        Not inside of a write of this thread: the priorities that it carries are of its own records.
+        """
+        if not self._takes_conditional_updates():
+            return False
+        return not (self._write_lock.is_held() and self._writes_under_way)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Returns what :meth:`torchrl.data.ReplayBuffer.stats` does, and counts of updates.
+
+        Returns:
+            What TorchRL gives, and, if there are stamps and priorities, what became of the handles
+            that this process brought to conditional updates since :meth:`reset_stats`:
+
+            - ``"updates_applied"`` (int): their priority was written;
+            - ``"updates_stale"`` (int): their record was gone;
+            - ``"stale_share"`` (float): the stale ones among all; 0.0 if there were none at all.
+
+            Only this call waits for an accelerator that the sampler is on; the updates do not.
+
+        Examples:
+            >>> import torch
+            >>> from torchrl.data import LazyTensorStorage
+            >>> rb = PrioritizedReplayBuffer(
+            ...     alpha=1.0, beta=1.0, storage=LazyTensorStorage(4), track_generations=True
+            ... )
+            >>> index, generation = rb.extend(torch.arange(4), return_generation=True)
+            >>> _ = rb.add(torch.tensor(4))  # another record takes slot 0
+            >>> _ = rb.update_priority_if_present(index=index, generation=generation, priority=2.0)
+            >>> stats = rb.stats()
+            >>> stats["updates_applied"], stats["updates_stale"], stats["stale_share"]
+            (3, 1, 0.25)
+        """
+        stats = super().stats()
+        tallies = self._tallies()
+        if tallies:
+            stats.update(stats_of(tallies))
+        return stats
+
+    def reset_stats(self) -> None:
+        """Lets the counts of conditional updates in :meth:`stats` begin at zero again."""
+        with self._write_lock:
+            for tally in self._tallies():
+                tally.reset()
+
+    def _tallies(self) -> list[Tally]:
+        """Where its conditional updates are counted; none if it takes none."""
+        return [self._tally] if self._takes_conditional_updates() else []
 
     # ------------------------------------------------------------------ asynchronous learners
 
@@ -1050,6 +1117,7 @@ class ConditionalPriorityUpdates(_Buffer):
     def _torchrl_state(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_stock_replay_lock", None)  # a thread lock: __setstate__() makes another
+        state.pop("_tally", None)  # what this buffer did
         return state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -1089,6 +1157,7 @@ class ConditionalPriorityUpdates(_Buffer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._stock_replay_lock = threading.RLock()
+        self._tally = Tally()
         super().__setstate__(state)
         storage = self.__dict__.get("_storage")
         if storage is not None:
@@ -1302,6 +1371,10 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
     See :class:`torchrl.data.TensorDictReplayBuffer` for the arguments that are not listed here, and
     :class:`ReplayBuffer` for ``track_generations`` and ``writer``.
 
+    Keyword Args:
+        guard_priorities (bool, optional): whether :meth:`update_tensordict_priority`, which
+            TorchRL's trainers and recipes call, is conditional. Defaults to False.
+
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
@@ -1319,6 +1392,59 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         2
     """
 
+    _guard_priorities: bool
+
+    def __init__(self, *args: Any, guard_priorities: bool = False, **kwargs: Any) -> None:
+        self._guard_priorities = guard_priorities
+        super().__init__(*args, **kwargs)
+
+    @_maybe_delay_init
+    def update_tensordict_priority(self, data: TensorDictBase) -> PriorityUpdateResult | None:
+        """Writes the priorities of a sample by slot; see TorchRL's method of the same name.
+
+        With ``guard_priorities=True`` it is :meth:`update_tensordict_priority_if_present`, so that
+        code which knows nothing of stamps is safe. If the buffer does not track, or its sampler has
+        no priorities, it writes by slot all the same, or nothing.
+
+        Args:
+            data (TensorDictBase): a sample of this buffer.
+
+        Returns:
+            PriorityUpdateResult: of a conditional update; else None.
+
+        Raises:
+            KeyError: if a conditional update finds no ``"index"`` or ``"index_generation"``.
+
+        Examples:
+            >>> import torch
+            >>> from tensordict import TensorDict
+            >>> from torchrl.data import LazyTensorStorage
+            >>> rb = TensorDictPrioritizedReplayBuffer(
+            ...     alpha=0.7,
+            ...     beta=0.5,
+            ...     storage=LazyTensorStorage(4),
+            ...     batch_size=4,
+            ...     track_generations=True,
+            ...     guard_priorities=True,
+            ... )
+            >>> _ = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))
+            >>> sample = rb.sample()
+            >>> _ = rb.extend(TensorDict({"obs": torch.arange(4)}, [4]))  # a full lap
+            >>> sample["td_error"] = torch.ones(4)
+            >>> rb.update_tensordict_priority(sample).num_stale
+            4
+        """
+        if self._guard_priorities and self._guards_samples():
+            return self.update_tensordict_priority_if_present(data)
+        grid = None if self._table is None else self._table.grid
+        if grid is None or not self._writes_under_way:
+            return super().update_tensordict_priority(data)
+        priority = data.get(self.priority_key, None)
+        if priority is not None:
+            index = data.get("index").reshape(-1, grid.ndim)
+            self.update_priority(index, priority.reshape(len(index), -1))
+        return None
+
     def extend(
         self,
         tensordicts: TensorDictBase,
@@ -1332,7 +1458,7 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         )
 
     # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
-    # takes the slots in them for the cells to give a priority to.
+    # takes the slots in them for the cells to give a priority to (update_tensordict_priority).
 
     def _set_index_in_td(self, tensordict: TensorDictBase, index: Any) -> None:
         grid = None if self._table is None else self._table.grid
@@ -1341,26 +1467,15 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         else:
             super()._set_index_in_td(tensordict, index)
 
-    @_maybe_delay_init
-    def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Writes the priorities of a sample by slot; see TorchRL's method of the same name."""
-        grid = None if self._table is None else self._table.grid
-        if grid is None or not self._writes_under_way:
-            super().update_tensordict_priority(data)
-            return
-        priority = data.get(self.priority_key, None)
-        if priority is not None:
-            index = data.get("index").reshape(-1, grid.ndim)
-            self.update_priority(index, priority.reshape(len(index), -1))
-
 
 class TensorDictPrioritizedReplayBuffer(
     TensorDictReplayBuffer, torchrl_buffers.TensorDictPrioritizedReplayBuffer
 ):
     """A prioritized tensordict replay buffer with stamps and conditional priority updates.
 
-    See :class:`torchrl.data.TensorDictPrioritizedReplayBuffer` for the other arguments, and
-    :class:`ReplayBuffer` for ``track_generations`` and ``writer``.
+    See :class:`torchrl.data.TensorDictPrioritizedReplayBuffer` for the other arguments,
+    :class:`ReplayBuffer` for ``track_generations`` and ``writer``, and
+    :class:`TensorDictReplayBuffer` for ``guard_priorities``.
 
     Examples:
         >>> import torch
@@ -1401,6 +1516,7 @@ def _reset_in_child() -> None:
         rb._futures_lock = threading.RLock()
         rb._stock_replay_lock = threading.RLock()
         rb._writes_under_way = 0
+        rb._tally.reset()
         rb._prefetch_queue.clear()
         rb._pending_update_futures.clear()
         rb._sample_dependency = rb._update_executor = None

@@ -36,6 +36,7 @@ from .lock import StorageLock
 from .max_value import check_ranks
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
+from .tally import Tally
 from .writers import GENERATION_KEY, row_generations
 
 
@@ -512,6 +513,15 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         return PriorityUpdateResult(
             updated_mask=mask.reshape(handles.shape), batch_size=handles.shape
         )
+
+    @_maybe_delay_init
+    def _guards_samples(self) -> bool:
+        """Whether every update of a sample can be made conditional."""
+        return all(rb._takes_conditional_updates() for rb in self._rbs)
+
+    def _tallies(self) -> list[Tally]:
+        """Those of the members, whose own updates count too."""
+        return [tally for rb in self._members for tally in rb._tallies()]
 
     def _check_all_track(self, name: str) -> None:
         missing = [i for i, rb in enumerate(self._rbs) if not rb._writer.tracks_generations]
