@@ -102,28 +102,34 @@ class TensorDictReplayBufferConfig(torchrl_configs.TensorDictReplayBufferConfig)
 
 
 @dataclass
-class _PrioritizedConfig(torchrl_configs.ReplayBufferBaseConfig):
+class _BufferConfig(torchrl_configs.ReplayBufferBaseConfig):
+    """What all buffers take."""
+
+    track_generations: bool = False
+    batch_size: int | None = None
+    prefetch: int | None = None
+    pin_memory: bool = False
+    shared: bool = False
+    dim_extend: int | None = None
+    generator: Any = None
+    sample_unit: Any = None
+    transform: Any = None
+    collate_fn: Any = None
+    transport: str = "auto"
+    transport_options: Any = None
+
+
+@dataclass
+class _PrioritizedConfig(_BufferConfig):
     """What both prioritized buffers take."""
 
     alpha: float = MISSING
     beta: float = MISSING
     eps: float = 1e-8
-    storage: Any = None
-    sample_unit: Any = None
-    sampler_device: Any = None
     sync: bool = True
+    sampler_device: Any = None
+    storage: Any = None
     writer: Any = None
-    collate_fn: Any = None
-    pin_memory: bool = False
-    prefetch: int | None = None
-    transform: Any = None
-    batch_size: int | None = None
-    dim_extend: int | None = None
-    generator: Any = None
-    shared: bool = False
-    transport: str = "auto"
-    transport_options: Any = None
-    track_generations: bool = False
 
 
 @dataclass
@@ -154,7 +160,7 @@ class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
 
 
 @dataclass
-class ReplayBufferEnsembleConfig(torchrl_configs.ReplayBufferBaseConfig):
+class ReplayBufferEnsembleConfig(_BufferConfig):
     """Configuration of :class:`~torchrl.data.replay_buffers.generations.ReplayBufferEnsemble`.
 
     ``rbs`` are the members, a list of configurations. ``routing_key`` may be a list.
@@ -162,34 +168,22 @@ class ReplayBufferEnsembleConfig(torchrl_configs.ReplayBufferBaseConfig):
 
     _target_: str = f"{_PACKAGE}.configs.make_replay_buffer_ensemble"
     rbs: list[Any] = field(default_factory=list)
-    storages: Any = None
-    samplers: Any = None
-    writers: Any = None
-    sample_unit: Any = None
-    collate_fn: Any = None
-    collate_fns: Any = None
-    pin_memory: bool = False
-    prefetch: int | None = None
-    transform: Any = None
-    transform_factory: Any = None
-    batch_size: int | None = None
-    dim_extend: int | None = None
-    checkpointer: Any = None
-    generator: Any = None
-    consume_after_n_samples: int | None = None
     p: Any = None
     sample_from_all: bool = False
     num_buffer_sampled: int | None = None
     routing_key: Any = None
     routing_dim: int | None = None
-    shared: bool = False
-    compilable: bool | None = None
+    storages: Any = None
+    samplers: Any = None
+    writers: Any = None
+    collate_fns: Any = None
+    consume_after_n_samples: int | None = None
+    checkpointer: Any = None
+    transform_factory: Any = None
     delayed_init: bool | None = None
+    compilable: bool | None = None
     service_backend: str = "direct"
     service_backend_options: dict[str, Any] = field(default_factory=dict)
-    transport: str = "auto"
-    transport_options: Any = None
-    track_generations: bool = False
 
 
 def make_tensordict_max_value_writer(*, rank_key: Any, **kwargs: Any) -> TensorDictMaxValueWriter:
