@@ -96,6 +96,10 @@ WRITERS: dict[str, tuple[Callable[[], stock.Writer], Callable[[], stock.Writer]]
         lambda: stock.TensorDictRoundRobinWriter(track_generations=True),
         stock.TensorDictRoundRobinWriter,
     ),
+    "TensorDictMaxValueWriter": (
+        lambda: generations.TensorDictMaxValueWriter(rank_key="rank", track_generations=True),
+        lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
+    ),
     "TorchRL's TensorDictMaxValueWriter": (
         lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
         lambda: stock.TensorDictMaxValueWriter(rank_key="rank"),
@@ -153,7 +157,7 @@ def attempt(buffer: Any, storage: Kind, writer: Any, **parts: Any) -> str:
     assert table.is_live(*handles).all()
     if not isinstance(sampler, stock.PrioritizedSampler):
         refuses(rb, sample, "needs priorities")
-        rb.extend(records(storage.shape))
+        rb.extend(records(storage.shape, rank=1))
         assert not table.is_live(*handles).any()
         return STAMPS
     assert rb.update_tensordict_priority_if_present(sample).updated_mask.tolist() == [True] * len(
@@ -164,7 +168,7 @@ def attempt(buffer: Any, storage: Kind, writer: Any, **parts: Any) -> str:
     expected[numbers] = 5.0
     assert leaves(sampler) == expected.tolist()
     sampler._max_priority = None  # new records get a leaf of 1
-    rb.extend(records(storage.shape))
+    rb.extend(records(storage.shape, rank=1))
     assert rb.update_tensordict_priority_if_present(sample).num_updated == 0
     assert leaves(sampler) == [1.0] * cells
     return UPDATES
@@ -217,17 +221,17 @@ def matrix() -> dict[tuple[str, str, str, str], tuple[str, str]]:
 # What the matrix does not try, and what there is to say about it.
 _POSITIONS = "tried by its own test: records come back into their slots, with their handles"
 _READS = "reads records, and neither writes them nor holds handles"
-_NOT_YET = "no stamps so far: its members may be this package's buffers, each with its own table"
 OTHERS = {
     "ReplayBuffer": "has a counterpart of the same name here",
     "PrioritizedReplayBuffer": "has a counterpart of the same name here",
     "TensorDictReplayBuffer": "has a counterpart of the same name here",
     "TensorDictPrioritizedReplayBuffer": "has a counterpart of the same name here",
-    "ReplayBufferEnsemble": _NOT_YET,
+    "ReplayBufferEnsemble": "has a counterpart of the same name here, of this package's buffers on "
+    "storages of one dimension; others are refused (``TypeError``, ``ValueError``)",
     "SamplerEnsemble": "belongs to ``ReplayBufferEnsemble``",
-    "WriterEnsemble": "belongs to ``ReplayBufferEnsemble``",
-    "RayReplayBuffer": "no stamps so far",
-    "RemoteTensorDictReplayBuffer": "no stamps so far",
+    "WriterEnsemble": "has a counterpart of the same name here",
+    "RayReplayBuffer": "has a counterpart of the same name here",
+    "RemoteTensorDictReplayBuffer": "has a counterpart of the same name here",
     "HERReplayBuffer": "``class Mine(ConditionalPriorityUpdates, HERReplayBuffer)`` carries "
     "stamps: it relabels what it samples, and stores nothing",
     "OfflineToOnlineReplayBuffer": "makes TorchRL buffers of its own, without stamps or priorities",

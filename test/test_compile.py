@@ -168,3 +168,33 @@ def test_inductors_code_stamps_as_eager_code_does():
         ids, _, generation = compiled(records(True, 3 * call, 3))
         assert generation.tolist() == (ids // CAPACITY).tolist()
     assert stamps(rb).tolist() == [5] * 10
+
+
+class WithoutStamps(generations.RoundRobinWriter):
+    """A user's writer that stamps nothing."""
+
+    def extend(self, data):
+        index = torch.arange(len(data))
+        self._storage.set(index, data)
+        return index
+
+
+def test_under_other_writers_a_compiled_extend_leaves_nothing_unstamped():
+    """It breaks the graph and takes the lock, as only ring writers stamp by themselves."""
+
+    def made(writer):
+        storage = LazyTensorStorage(4, compilable=True)
+        return generations.ReplayBuffer(storage=storage, writer=writer, compilable=True)
+
+    def ids(*values):
+        return TensorDict({"id": torch.tensor(values)}, [len(values)])
+
+    rb = made(WithoutStamps(compilable=True, track_generations=True))
+    best = made(generations.TensorDictMaxValueWriter("id", compilable=True, track_generations=True))
+    rb.extend(ids(0, 1, 2, 3))
+    best.extend(ids(0, 1, 2, 3))
+    extend = torch.compile(lambda rb, data: rb.extend(data), backend="eager")
+    extend(rb, ids(4, 5))
+    assert stamps(rb).tolist() == [1, 1, 0, 0]
+    assert extend(best, ids(4, 0, 5)).tolist() == [0, -1, 1]
+    assert stamps(best).tolist() == [1, 1, 0, 0]

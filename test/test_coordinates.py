@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import pickle
+import threading
 
 import numpy as np
 import pytest
 import torch
-from common import PER, leaves, stamps
+from common import PER, Thread, leaves, stamps
 from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
@@ -780,6 +781,33 @@ def test_the_writes_of_a_second_buffer_make_rows_stale_and_give_the_default_prio
     assert leaves(rb) == [1, 1, 1] + [3] * 9
     result = rb.update_priority_if_present(index=[[0, 0], [1, 0]], generation=[0, 0], priority=5.0)
     assert result.updated_mask.tolist() == [False, True]
+
+
+def test_an_update_waits_for_a_write_of_its_row(monkeypatch):
+    rb = grid()
+    inside, go_on = threading.Event(), threading.Event()
+    put = rb.storage.set
+
+    def put_slowly(*args, **kwargs):
+        inside.set()  # the stamps have advanced, the row is still the former one
+        assert go_on.wait(30)
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(rb.storage, "set", put_slowly)
+    writing = Thread(lambda: rb.extend(rows(5, 1)))
+    assert inside.wait(30)
+    updating = Thread(
+        lambda: rb.update_priority_if_present(
+            index=[[0, 2], [1, 0]], generation=[0, 0], priority=[9.0, 5.0]
+        )
+    )
+    updating.join_briefly(0.2)
+    assert updating.is_alive()
+    go_on.set()
+    writing.join()
+
+    assert updating.join().updated_mask.tolist() == [False, True]
+    assert leaves(rb) == [1, 1, 1, 5] + [1] * 8
 
 
 def test_a_row_that_a_write_counts_in_without_a_record_gets_a_stamp():

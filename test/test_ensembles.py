@@ -321,6 +321,9 @@ def test_other_buffers_and_ensembles_are_refused_as_members():
         ReplayBufferEnsemble(td_buffer(), storages=StorageEnsemble(LazyTensorStorage(4)))
     with pytest.raises(TypeError, match="needs all of storages, samplers and writers"):
         ReplayBufferEnsemble(storages=StorageEnsemble(LazyTensorStorage(4)))
+    rows = td_buffer(0, storage=LazyTensorStorage(8, ndim=2))
+    with pytest.raises(ValueError, match=r"ndim=1, as .* member 1 has a LazyTensorStorage with"):
+        ensemble(td_buffer(), rows)
     plain = TensorDictReplayBuffer(storage=LazyTensorStorage(4))
     with pytest.raises(ValueError, match=r"number 0 \(TensorDictReplayBuffer\) does not"):
         ensemble(plain, td_buffer(), track_generations=True)

@@ -246,28 +246,6 @@ def test_a_torchrl_writer_whose_write_contains_another_is_watched_to_the_end():
     assert "_bump_generation" not in vars(rb.writer)
 
 
-@pytest.mark.timeout(300)
-def test_a_compiled_extend_leaves_nothing_unstamped():
-    class Compiled(RoundRobinWriter):
-        extend = WithoutStamps.extend
-
-    def made(writer):
-        return ReplayBuffer(
-            storage=LazyTensorStorage(4, compilable=True), writer=writer, compilable=True
-        )
-
-    rb = made(Compiled(compilable=True, track_generations=True))
-    best = made(TensorDictMaxValueWriter("id", compilable=True, track_generations=True))
-    rb.extend(ids(range(4)))
-    best.extend(ids(range(4)))
-    extend = torch.compile(lambda rb, data: rb.extend(data), backend="eager")
-    extend(rb, ids([4, 5]))
-    assert stamps(rb).tolist() == [1, 1, 0, 0]
-    assert extend(best, ids([4, 0, 5])).tolist() == [0, -1, 1]
-    assert stamps(best).tolist() == [1, 1, 0, 0]
-    torch._dynamo.reset()
-
-
 # ------------------------------------------------------------------ TorchRL's writer that tracks
 
 

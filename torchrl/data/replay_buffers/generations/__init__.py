@@ -7,10 +7,10 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
 compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
-validates an update, and ``result.py`` is what it reports. ``coordinates.py`` knows the cells of a
-slot with ``ndim > 1``, ``units.py`` the anchors of sequences, ``sampling.py`` TorchRL's samplers;
-``max_value.py`` and ``users_writers.py`` are about further writers, ``ensembles.py`` about several
-buffers in one.
+validates an update, ``result.py`` is what it reports, and ``background.py`` lets it run later.
+``coordinates.py`` knows the cells of a slot with ``ndim > 1``, ``units.py`` the anchors of
+sequences, ``sampling.py`` TorchRL's samplers; ``max_value.py`` and ``users_writers.py`` are about
+further writers, ``ensembles.py`` about several buffers in one, ``remote.py`` about Ray and RPC.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .buffers import (
 )
 from .ensembles import ReplayBufferEnsemble, WriterEnsemble
 from .max_value import TensorDictMaxValueWriter
+from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -42,6 +43,8 @@ __all__ = [
     "LogPriorityUpdates",
     "PrioritizedReplayBuffer",
     "PriorityUpdateResult",
+    "RayReplayBuffer",
+    "RemoteTensorDictReplayBuffer",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "ReplayBufferTrainer",

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -35,7 +35,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.utils import _reduce
 
-from . import dumps
+from . import background, dumps
 from .checks import (
     check_dump_fits,
     check_fits,
@@ -151,6 +151,42 @@ class ConditionalPriorityUpdates(_Buffer):
                 "a ReplayBuffer with sampler=PrioritizedSampler(max_capacity, ...)."
             )
         super().__init__(*args, **kwargs)
+
+    @classmethod
+    def _ServiceClass(
+        cls,
+        service_backend: str,
+        *args: Any,
+        service_backend_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Builds what ``service_backend="ray"`` asks for; TorchRL's metaclass calls it."""
+        from .remote import RayReplayBuffer  # which is built on this module
+
+        options = dict(service_backend_options or {})
+        if service_backend != "ray":
+            return super()._ServiceClass(
+                service_backend, *args, service_backend_options=options, **kwargs
+            )
+        configs = {name: options.pop(name, None) for name in ("ray_init_config", "remote_config")}
+        if options:
+            raise TypeError(
+                "service_backend_options may hold ray_init_config and remote_config: got "
+                f"{sorted(options)}."
+            )
+        return RayReplayBuffer(*args, replay_buffer_cls=cls, **configs, **kwargs)
+
+    @classmethod
+    def as_remote(cls, remote_config: dict[str, Any] | None = None) -> Any:
+        """Makes a Ray actor class of the buffer; see :meth:`torchrl.data.ReplayBuffer.as_remote`.
+
+        An actor that Ray starts again after a crash knows no handle of before, until a checkpoint
+        is loaded (*No resurrection*, design notes).
+        """
+        from .remote import in_actor
+
+        torchrls = super(ConditionalPriorityUpdates, in_actor(cls))
+        return torchrls.as_remote(remote_config)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ the table and its lock
 
@@ -679,6 +715,60 @@ class ConditionalPriorityUpdates(_Buffer):
             index=data.get("index"), generation=data.get(GENERATION_KEY), priority=of_td(data)
         )
 
+    @_maybe_delay_init
+    def submit_update_priority_if_present(
+        self, *, index: Any, generation: Any, priority: Any
+    ) -> Future[PriorityUpdateResult]:
+        """Runs :meth:`update_priority_if_present` on a background thread.
+
+        It runs after the samples that were prefetched when it was submitted, and after all earlier
+        submissions, :meth:`~torchrl.data.ReplayBuffer.submit_update_if_present` among them; samples
+        that are asked for later wait for it. ``synchronize`` and ``shutdown`` wait, too.
+
+        CUDA tensors are copied on the caller's current stream, at once and without blocking it.
+        Other inputs must not be changed until the future is done. A thread that holds the lock of
+        the storage must not wait for the future, nor sample before it is done: it needs that lock.
+
+        Keyword Args:
+            index: see :meth:`update_priority_if_present`.
+            generation: see there.
+            priority: see there.
+
+        Returns:
+            concurrent.futures.Future: of the :class:`PriorityUpdateResult`, whose mask is on the
+            CPU if ``index`` was a CUDA tensor. It raises what is wrong with the inputs, and if
+            nobody asks it, so does, once, the next submission, ``synchronize`` or ``shutdown``; so
+            do samples meanwhile, if no later update was submitted.
+
+        Raises:
+            RuntimeError: if the writer does not track, the sampler has no priorities, or the buffer
+                was shut down.
+
+        Examples:
+            >>> import torch
+            >>> from torchrl.data import LazyTensorStorage
+            >>> rb = PrioritizedReplayBuffer(
+            ...     alpha=1.0, beta=1.0, storage=LazyTensorStorage(4), track_generations=True
+            ... )
+            >>> index, generation = rb.extend(torch.arange(4), return_generation=True)
+            >>> future = rb.submit_update_priority_if_present(
+            ...     index=index, generation=generation, priority=torch.rand(4)
+            ... )
+            >>> future.result().num_updated
+            4
+            >>> rb.shutdown()
+        """
+        name = "submit_update_priority_if_present"
+        self._check_updatable(name)
+        handles_and_priority, arrive = background.copy_to_host(index, generation, priority)
+
+        def update() -> PriorityUpdateResult:
+            arrive()
+            slots, taken, values = handles_and_priority
+            return self.update_priority_if_present(index=slots, generation=taken, priority=values)
+
+        return background.submit(self, name, update)
+
     def _checked_update(
         self,
         table: SlotGenerations,
@@ -723,6 +813,10 @@ class ConditionalPriorityUpdates(_Buffer):
             generation=data.get(GENERATION_KEY),
             priority=data.get(self.priority_key, sampler.default_priority),
         )
+
+    def _check_updatable(self, name: str) -> None:
+        """Refuses a conditional update that no input could make possible."""
+        self._conditional_parts(name)
 
     def _conditional_parts(self, name: str) -> tuple[SlotGenerations, PrioritizedSampler]:
         table, sampler = self._table, self._priority_sampler

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.context import get_spawning_popen
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing import get_sharing_strategy
-
-if TYPE_CHECKING:
-    from .lock import StorageLock
 
 _HELD = nullcontext()
 
@@ -78,16 +75,23 @@ class Cells:
             self._bind(state["tensor"])
 
 
+class Guard(AbstractContextManager[Any], Protocol):
+    """A lock that knows whether the calling thread holds it."""
+
+    def is_held(self) -> bool:
+        """Whether it does."""
+
+
 class Cell:
     """One of the numbers, with the interface of a ``multiprocessing.Value``.
 
     Args:
         cells (Cells): the numbers.
         position (int): which of them.
-        lock (StorageLock): what guards it.
+        lock (Guard): what guards it.
     """
 
-    def __init__(self, cells: Cells, position: int, lock: StorageLock) -> None:
+    def __init__(self, cells: Cells, position: int, lock: Guard) -> None:
         self._cells = cells
         self._position = position
         self._lock = lock

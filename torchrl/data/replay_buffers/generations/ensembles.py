@@ -146,7 +146,8 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
 
     Raises:
         TypeError: for a member of another kind, or one that is an ensemble itself.
-        ValueError: for ``track_generations=True`` with a member that does not track.
+        ValueError: for ``track_generations=True`` with a member that does not track, or for one
+            that does on a storage with ``ndim > 1``.
 
     Examples:
         >>> import torch
@@ -210,6 +211,13 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         )
 
     def _init(self) -> None:
+        for position, rb in enumerate(self._rbs):
+            if rb._writer.tracks_generations and rb._storage.ndim > 1:
+                raise ValueError(
+                    "ReplayBufferEnsemble needs tracked members with ndim=1, as TorchRL's "
+                    f"StorageEnsemble takes coordinates for slots: member {position} has a "
+                    f"{type(rb._storage).__name__} with ndim={rb._storage.ndim}."
+                )
         if not self._initialized and self._parts is not None:
             self._init_storage, self._init_sampler, self._init_writer = self._parts
         super()._init()
@@ -288,15 +296,17 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
                     locks.callback(rb._futures_lock.release)
                     rb._synchronize_futures_locked()
                 else:
-                    for table in self._member_tables():
+                    mine = self._member_tables()
+                    for table in mine:
                         if not table.lock.acquire(timeout=SETTLING):
                             break
                         locks.callback(table.lock.release)
                     else:
-                        for table in self._member_tables():
-                            table.join_first_write()
-                        yield
-                        return
+                        if mine == self._member_tables():  # else set_storage() came in between
+                            for table in mine:
+                                table.join_first_write()
+                            yield
+                            return
 
     # ------------------------------------------------------------------ writing records
 
@@ -520,6 +530,9 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
                 f"{name} needs stamps from every member: {_named(self._rbs, missing)} not. Build "
                 "each of them with track_generations=True."
             )
+
+    def _check_updatable(self, name: str) -> None:
+        self._check_all_track(f"{name}()")
 
     def _conditional_parts(self, name: str) -> Any:
         raise RuntimeError(

@@ -218,6 +218,11 @@ class SlotGenerations(SharedState):
         Raises:
             TypeError: if ``index`` is not integer.
         """
+        if isinstance(index, torch.Tensor) and index.dtype is torch.int64 and not is_compiling():
+            with self.lock:  # the short way of every sample
+                found = self._of_full(index)
+            if found is not None:
+                return found
         if self.grid is not None:
             with self.lock:
                 slots, inside = self.grid.split(index, "index")
@@ -256,7 +261,7 @@ class SlotGenerations(SharedState):
         of range or on another device.
         """
         stamps = self.stamps
-        if not self.is_full() or slots.ndim != 1 or not (slots.is_cpu and stamps.is_cpu):
+        if slots.ndim != 1 or not self.is_full() or not (slots.is_cpu and stamps.is_cpu):
             return None
         try:
             found = stamps.index_select(0, slots)

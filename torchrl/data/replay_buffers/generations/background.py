@@ -1,0 +1,89 @@
+"""Priority updates on a background thread, in order with each other and with prefetched samples.
+
+A TorchRL buffer has one thread and one queue for its ``submit_update_if_present``. Priority updates
+join that queue, so that both kinds run in the order of their submission, and ``sample``,
+``synchronize`` and ``shutdown`` wait for both. The buffer's ``_futures_lock`` guards the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers import ReplayBuffer
+
+T = TypeVar("T")
+
+
+def submit(rb: ReplayBuffer, name: str, update: Callable[[], T]) -> Future[T]:
+    """Queues an update behind the samples that are prefetched by now; later samples wait for it.
+
+    Args:
+        rb (ReplayBuffer): the buffer.
+        name (str): the method that the user called.
+        update (Callable[[], T]): the update. It runs whatever became of those before it.
+
+    Raises:
+        RuntimeError: if the buffer was shut down.
+        Exception: what an earlier update failed with, once. This one is not queued then.
+    """
+    with rb._futures_lock:
+        if rb._service_shutdown:
+            raise RuntimeError(f"{name}() needs a buffer that is alive: this one was shut down.")
+        pending = rb._pending_update_futures
+        while pending and pending[0].done():
+            ended = pending.popleft()
+            if rb._sample_dependency is ended:
+                rb._sample_dependency = None
+            ended.result()
+        if rb._update_executor is None:
+            rb._update_executor = ThreadPoolExecutor(max_workers=1)
+        under_way = [sample for sample in rb._prefetch_queue if not sample.done()]
+        future = rb._update_executor.submit(_after, under_way, update)
+        pending.append(future)
+        rb._sample_dependency = future
+    return future
+
+
+def _after(samples: Sequence[Future[Any]], update: Callable[[], T]) -> T:
+    if samples:
+        wait(samples)  # an error of theirs reaches who samples
+    return update()
+
+
+def copy_to_host(*values: Any) -> tuple[list[Any], Callable[[], None]]:
+    """Starts to copy CUDA tensors into pinned host memory, each on the caller's current stream.
+
+    A blocking copy, made later and elsewhere, would wait for all that the stream has been given
+    since, typically the next learner step.
+
+    Args:
+        values: tensors, tensordicts, tuples or lists of these, or anything else, which is left as
+            it is.
+
+    Returns:
+        The values on the host, and a function that waits until they have arrived there.
+    """
+    devices: set[torch.device] = set()
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(copied(item) for item in value)
+        if isinstance(value, TensorDictBase):
+            return value.apply(copied, device="cpu")
+        if not isinstance(value, torch.Tensor) or not value.is_cuda:
+            return value
+        devices.add(value.device)
+        return value.detach().to("cpu", non_blocking=True)
+
+    on_host = [copied(value) for value in values]
+    events = [torch.cuda.current_stream(device).record_event() for device in devices]
+
+    def arrive() -> None:
+        for event in events:
+            event.synchronize()
+
+    return on_host, arrive
