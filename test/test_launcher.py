@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import cloudpickle
 import pytest
 import torch
 import torchrl.data
@@ -278,6 +279,20 @@ def test_copies_and_pickles_of_a_stand_in_are_stand_ins_that_count(report):
         assert bring_late(copied).num_stale == 8
     assert report.as_dict()["stale"] == 16
     assert report.as_dict()["guarded"] == {"TensorDictPrioritizedReplayBuffer": 1}
+
+
+def test_a_scripts_subclass_can_be_sent_by_cloudpickle(report):
+    class Mine(StandIns.TensorDictPrioritizedReplayBuffer):
+        pass
+
+    child = (
+        "import sys, cloudpickle; from torchrl.data import LazyTensorStorage\n"
+        "Mine = cloudpickle.load(sys.stdin.buffer)\n"
+        "rb = Mine(alpha=1.0, beta=1.0, storage=LazyTensorStorage(4))\n"
+        "sys.exit(0 if rb.writer.tracks_generations else 1)"
+    )
+    sent = subprocess.run([sys.executable, "-c", child], input=cloudpickle.dumps(Mine), check=False)
+    assert sent.returncode == 0
 
 
 def test_priorities_written_by_slot_are_counted_as_unchecked(report):

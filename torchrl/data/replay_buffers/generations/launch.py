@@ -11,7 +11,8 @@ leaves a report behind, and the first one sums them up in its last line.
 
 The same names in submodules, such as ``torchrl.data.replay_buffers.replay_buffers``, keep their
 meaning: pickle finds TorchRL's own classes there. A script that takes stamps out of a sample, or
-sends a buffer where a table can't follow, gets the error that tells so, as with our classes.
+sends a buffer where a table can't follow, gets the error that tells so, as with our classes. Ray's
+actors and the other ends of RPC are guarded, too, but are no children: the line leaves them out.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from .buffers import (
 )
 from .ensembles import ReplayBufferEnsemble, WriterEnsemble
 from .max_value import TensorDictMaxValueWriter
+from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
 from .slots import SlotGenerations
 from .tally import Tally, stats_of
 from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
@@ -149,7 +151,7 @@ def _listed(names: Counter[str]) -> str:
 
 
 class _StandInFor:
-    """Mix-in of their metaclasses.
+    """Mix-in of the metaclasses of stand-ins.
 
     TorchRL's own instances count as instances of a stand-in, too: a script asks
     ``isinstance(rb, ReplayBuffer)`` of buffers that TorchRL built, and means that.
@@ -164,6 +166,14 @@ class _StandInFor:
         if "make" in cls.__dict__:
             return cls.make(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class BufferStandIn(_StandInFor, type(torchrl_buffers.ReplayBuffer)):  # type: ignore[misc]
+    """Their metaclass, where cloudpickle finds it when it sends a script's subclass."""
+
+
+class WriterStandIn(_StandInFor, type(Writer)):  # type: ignore[misc]
+    """The same for writers."""
 
 
 class GuardedBuffer(ConditionalPriorityUpdates):
@@ -256,9 +266,21 @@ def _make_ensemble(*rbs: Any, **kwargs: Any) -> Any:
     return (ReplayBufferEnsemble if ours else torchrl_buffers.ReplayBufferEnsemble)(*rbs, **kwargs)
 
 
+def _make_ray(*args: Any, **kwargs: Any) -> Any:
+    """The buffer in the actor is a stand-in; its counts stay there."""
+    return RayReplayBuffer(*args, **{"replay_buffer_cls": StandIns.ReplayBuffer, **kwargs})
+
+
+def _make_remote(*args: Any, **kwargs: Any) -> Any:
+    """Ours itself, since RPC looks its methods up in the class that has them."""
+    return RemoteTensorDictReplayBuffer(
+        *args, **{"track_generations": True, "guard_priorities": True, **kwargs}
+    )
+
+
 def _stand_in(ours: type, before: tuple[type, ...] = (), make: Any = None) -> type:
     stock = getattr(torchrl_buffers, ours.__name__)
-    metaclass: Any = type("StandIn", (_StandInFor, type(stock)), {})
+    metaclass: Any = WriterStandIn if issubclass(ours, Writer) else BufferStandIn
     contents: dict[str, Any] = {"__module__": __name__, "__doc__": ours.__doc__}
     contents["stands_for"] = stock
     if make is not None:
@@ -283,11 +305,15 @@ _STAND_INS = [
     ),
     _stand_in(WriterEnsemble, make=WriterEnsemble),
     _stand_in(ReplayBufferEnsemble, make=_make_ensemble),
+    _stand_in(RayReplayBuffer, make=_make_ray),
+    _stand_in(RemoteTensorDictReplayBuffer, make=_make_remote),
 ]
 
 
 class StandIns:
     """The stand-ins by name, where pickle finds them."""
+
+    ReplayBuffer: Any
 
 
 for _made in _STAND_INS:
