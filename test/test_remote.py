@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchrl.data
-from common import CAPACITY, PER, ids, leaves
+from common import CAPACITY, PER, ids, leaves, readme_example
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler
 from torchrl.data.replay_buffers import generations
@@ -680,6 +680,26 @@ def test_the_trainer_hook_is_conditional_for_an_actor_and_its_clients(cluster):
         assert rb.stats()["updates_applied"] == 5
         assert rb.stats()["updates_stale"] == 3
         rb.shutdown()
+
+
+def test_the_readmes_buffer_in_an_actor_is_written_by_other_actors(cluster):
+    @ray.remote(num_cpus=0)
+    class Writer:
+        def __init__(self, rb):
+            self.rb = rb
+
+        def write(self, first):
+            self.rb.extend(ids(range(first, first + 256)))
+
+    given = {"Writer": Writer, "partial": partial, "LazyTensorStorage": LazyTensorStorage}
+    given["TensorDictPrioritizedReplayBuffer"] = TensorDictPrioritizedReplayBuffer
+    exec(readme_example('service_backend="ray"'), given)
+    rb, writers = given["rb"], given["writers"]
+    ray.get([writer.write.remote(256 * i) for i, writer in enumerate(writers)])
+    sample = rb.sample()
+    sample["td_error"] = torch.ones(256)
+    assert rb.update_tensordict_priority_if_present(sample).num_updated == 256
+    rb.shutdown()
 
 
 def test_a_launched_scripts_actor_holds_a_stand_in(cluster):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import CAPACITY, PER, Thread, buffer, handles, ids, leaves, td_buffer
+from common import CAPACITY, PER, Thread, buffer, handles, ids, leaves, readme_example, td_buffer
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -443,8 +443,8 @@ def audited(guard: bool, slots: int = 500) -> Audited:
 FRAMES = 900
 
 
-def train_dqn(rb, logger=None) -> DQNTrainer:
-    """A DQNTrainer whose collector's thread writes while it learns."""
+def dqn_arguments(replay_buffer=None) -> dict:
+    """What a DQNTrainer needs; with a buffer, its collector's thread writes while it learns."""
     torch.manual_seed(0)
     env = GymEnv("CartPole-v1")
     spec = env.action_spec
@@ -454,27 +454,30 @@ def train_dqn(rb, logger=None) -> DQNTrainer:
     collector = Collector(
         env,
         TensorDictSequential(network, explore),
-        replay_buffer=rb,
+        replay_buffer=replay_buffer,
         frames_per_batch=50,
         total_frames=-1,
         auto_register_policy_transforms=False,
     )
-    trainer = DQNTrainer(
-        collector=collector,
-        total_frames=FRAMES,
-        frame_skip=1,
-        optim_steps_per_batch=5,
-        loss_module=loss,
-        optimizer=torch.optim.Adam(loss.parameters()),
-        replay_buffer=rb,
-        target_net_updater=HardUpdate(loss, value_network_update_interval=20),
-        greedy_module=explore,
-        async_collection=True,
-        enable_logging=False,
-        progress_bar=False,
-        logger=logger,
-        log_interval=100,
-    )
+    return {
+        "collector": collector,
+        "total_frames": FRAMES,
+        "frame_skip": 1,
+        "optim_steps_per_batch": 5,
+        "loss_module": loss,
+        "optimizer": torch.optim.Adam(loss.parameters()),
+        "target_net_updater": HardUpdate(loss, value_network_update_interval=20),
+        "greedy_module": explore,
+        "async_collection": replay_buffer is not None,
+        "enable_logging": False,
+        "progress_bar": False,
+        "log_interval": 100,
+    }
+
+
+def train_dqn(rb, logger=None) -> DQNTrainer:
+    """One that lets the collector write between a sample and its update, now and then."""
+    trainer = DQNTrainer(replay_buffer=rb, logger=logger, **dqn_arguments(rb))
 
     def let_the_collector_write(batch):
         """Every tenth sample waits until the collector has put other records into the ring."""
@@ -531,6 +534,21 @@ def test_without_the_guard_the_same_trainer_misapplies():
     rb = audited(guard=False)
     train_dqn(rb).train()
     assert rb.misapplied == rb.gone > 0
+
+
+def test_the_readmes_trainer_trains_and_logs(tmp_path):
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    given = {
+        "DQNTrainer": DQNTrainer,
+        "LazyTensorStorage": LazyTensorStorage,
+        "LogPriorityUpdates": LogPriorityUpdates,
+        "TensorDictPrioritizedReplayBuffer": TensorDictPrioritizedReplayBuffer,
+        "what_it_needs_otherwise": {**dqn_arguments(), "logger": logger, "total_frames": 200},
+    }
+    exec(readme_example("DQNTrainer"), given)
+    given["trainer"].train()
+    assert counts(given["rb"]) == (4 * 5 * 32, 0, 0.0)
+    assert read_log("csv", logger)["updates_applied"][-1] > 0
 
 
 def train_continuous(name: str, rb: Audited) -> None:
