@@ -18,9 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing
+import torchrl.data
 from common import CAPACITY, PER, Thread, buffer, ids, leaves, stamps, td_buffer
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
-from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
+from torchrl.data.replay_buffers.generations import (
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.utils import CloudpickleWrapper
 
 SLOTS = 64
@@ -644,6 +648,23 @@ def test_a_forked_childs_update_and_sample_are_refused_as_the_priorities_are_the
     assert leaves(rb) == [0] * 8  # the learner has not looked yet
     rb.sample()
     assert leaves(rb) == [1] * 8
+
+
+def test_a_writer_that_stamps_after_the_data_is_refused():
+    """Killed between the two it would leave an old handle live on the new record."""
+    rb = TensorDictReplayBuffer(
+        storage=LazyMemmapStorage(CAPACITY),
+        writer=torchrl.data.TensorDictRoundRobinWriter(track_generations=True),
+    )
+    rb.extend(ids(range(8)))
+    match = "TorchRL's TensorDictRoundRobinWriter stamps after the data"
+    with pytest.raises(RuntimeError, match=match):
+        rb.share()
+    with pytest.raises(RuntimeError, match=match):
+        multiprocessing.get_context("spawn").Process(target=print, args=(rb,)).start()
+    assert match in refusal_in_fork(rb)
+    index, generation = rb.extend(ids(range(2)), return_generation=True)
+    assert rb._table.is_live(index, generation).all()  # here it goes on
 
 
 def test_a_buffer_inside_of_a_cloudpickled_object_is_refused():

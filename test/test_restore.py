@@ -333,6 +333,20 @@ def test_a_folder_without_a_dump_is_refused_and_nothing_has_changed(tmp_path):
     unchanged(rb, lambda: rb.loads(tmp_path), FileNotFoundError, "no whole dump")
 
 
+def test_a_checkpoint_without_stamps_revives_no_handle_where_there_is_a_base_already():
+    stock = torchrl.data.TensorDictPrioritizedReplayBuffer(
+        **PER, storage=LazyTensorStorage(CAPACITY)
+    )
+    stock.extend(ids(range(8)))
+    fresh, started_again = td_buffer(0), td_buffer(0)
+    started_again._table.retire()  # as in a Ray actor after a crash: its learners live on
+    for rb in (fresh, started_again):
+        rb.load_state_dict(stock.state_dict())
+    assert fresh._table.is_live(range(8), [0] * 8).all()  # nobody can hold another record's
+    assert not started_again._table.is_live(range(8), [0] * 8).any()
+    assert update(started_again, handles(started_again), 2.0).num_updated == 8
+
+
 # ------------------------------------------------------------------ interrupted dumps
 
 

@@ -329,7 +329,7 @@ def test_after_our_restore_the_first_sample_under_torchrls_writer_is_live():
     assert theirs._table.is_live(sample["index"], sample["index_generation"]).all()
 
 
-def test_set_storage_and_share_work_under_torchrls_writer():
+def test_set_storage_works_under_torchrls_writer():
     rb = prioritized(torchrl.data.TensorDictRoundRobinWriter(track_generations=True))
     rb.extend(ids(range(8)))
     held = handles(rb)
@@ -337,7 +337,5 @@ def test_set_storage_and_share_work_under_torchrls_writer():
     rb.extend(ids(range(8)))
     assert live(rb, held) == [False] * 8
     assert live(rb, handles(rb)) == [True] * 8
-    rb.share()
     assert rb._write_lock is rb._table.lock
-    assert stamps(rb).is_shared()
     assert rb.extend(ids(range(1)), return_generation=True)[1].tolist() == [int(stamps(rb)[0])]

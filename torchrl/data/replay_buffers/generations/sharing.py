@@ -184,6 +184,9 @@ class SharedState:
 
     def _share_counters(self) -> None:
         self.install_cells()
+        late = self._late_writer()
+        if late is not None:
+            raise RuntimeError(f"share() needs writers that stamp before the data: {late}.")
         stamps = self._stamps
         if not isinstance(self._storage, TensorStorage):
             reason = f"a {type(self._storage).__name__} can't be shared"
@@ -206,9 +209,29 @@ class SharedState:
             "LazyMemmapStorage or LazyTensorStorage on the CPU."
         )
 
+    def _late_writer(self) -> str | None:
+        """Says why TorchRL's own tracking writers are for one process; None if there are none."""
+        for entity in self._storage._attached_entities:
+            writer = getattr(entity, "_writer", None)
+            if (
+                isinstance(writer, RoundRobinWriter)
+                and writer.tracks_generations
+                and not hasattr(writer, "table")
+            ):
+                name = type(writer).__name__
+                return (
+                    f"TorchRL's {name} stamps after the data, so that a process that is killed in "
+                    "between leaves old handles live on new records (use the writer of the same "
+                    "name from torchrl.data.replay_buffers.generations)"
+                )
+        return None
+
     def _refusal_in_child(self) -> str | None:
         """Why a forked child may not use the storage; None if it may."""
         storage = self._storage
+        late = self._late_writer()
+        if late is not None:
+            return late
         if not self._stamps.is_shared():
             return f"the counters of its {type(storage).__name__} are in private memory"
         if not storage.initialized:

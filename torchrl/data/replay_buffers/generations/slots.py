@@ -512,6 +512,9 @@ class SlotGenerations(SharedState):
             live = self._fitting(state.get("_live_generation"))
             stamps = self.stamps
             never_written = not bool((stamps >= 0).any())
+            # Where there is a base already, handles of before may be about, such as those of a
+            # buffer whose process was started again.
+            unstamped = 0 if never_written and not self.base else None
             # Compared before the stamps change: it may be these very stamps that ran on.
             self.ran_on = None if live is None or saved is None else live != saved
             if saved is not None and (never_written or state.get("_lineage") == self.lineage):
@@ -523,7 +526,7 @@ class SlotGenerations(SharedState):
             else:
                 self.retire()
             records = self._stamps_up_to(self.length)[: self.length]
-            records.masked_fill_(records < 0, 0 if never_written else self.base)
+            records.masked_fill_(records < 0, self.base if unstamped is None else unstamped)
             self._remember_restored()
             self._note_unknown()
 
