@@ -301,6 +301,26 @@ def test_an_ensemble_counts_what_its_members_count():
     assert [counts(rb) for rb in ensemble._rbs] == [(0, 0, 0.0)] * 2
 
 
+def test_the_cells_of_a_storage_with_two_dimensions_are_guarded():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=PrioritizedSampler(12, **PER),
+        batch_size=12,
+        track_generations=True,
+        guard_priorities=True,
+    )
+    rows = TensorDict({"id": torch.arange(6).reshape(2, 3)}, [2, 3])
+    rb.extend(rows)
+    sample = rb.sample()
+    rb.extend(rows)  # fills the ring
+    rb.extend(rows[:1])  # other records take slot 0, with its three cells
+    in_slot_0 = sample["index"][:, 0] == 0
+    sample["td_error"] = torch.full([12], 9.0)
+    result = rb.update_tensordict_priority(sample)
+    assert result.updated_mask.tolist() == (~in_slot_0).tolist()
+    assert counts(rb)[:2] == (int((~in_slot_0).sum()), int(in_slot_0.sum()))
+
+
 def test_the_anchors_of_sequences_are_guarded():
     rb = td_buffer(0, guard_priorities=True, sample_unit=Sequence(length=2), batch_size=4)
     steps = ids(range(CAPACITY)).set(("next", "done"), torch.zeros(CAPACITY, 1, dtype=torch.bool))
