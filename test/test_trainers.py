@@ -309,16 +309,21 @@ def test_the_cells_of_a_storage_with_two_dimensions_are_guarded():
         track_generations=True,
         guard_priorities=True,
     )
-    rows = TensorDict({"id": torch.arange(6).reshape(2, 3)}, [2, 3])
-    rb.extend(rows)
+
+    def extend(slots):  # of three cells each
+        rb.extend(TensorDict({"id": torch.zeros(3, slots)}, [3, slots]))
+
+    extend(2)
     sample = rb.sample()
-    rb.extend(rows)  # fills the ring
-    rb.extend(rows[:1])  # other records take slot 0, with its three cells
-    in_slot_0 = sample["index"][:, 0] == 0
+    extend(2)  # fills the ring
+    extend(2)  # other records take slots 0 and 1
+    sample["index"] = torch.tensor([(slot, cell) for slot in range(4) for cell in range(3)])
+    sample["index_generation"] = torch.zeros(12, dtype=torch.int64)
+    overwritten = sample["index"][:, 0] < 2
     sample["td_error"] = torch.full([12], 9.0)
     result = rb.update_tensordict_priority(sample)
-    assert result.updated_mask.tolist() == (~in_slot_0).tolist()
-    assert counts(rb)[:2] == (int((~in_slot_0).sum()), int(in_slot_0.sum()))
+    assert result.updated_mask.tolist() == (~overwritten).tolist()
+    assert counts(rb)[:2] == (int((~overwritten).sum()), int(overwritten.sum()))
 
 
 def test_the_anchors_of_sequences_are_guarded():
