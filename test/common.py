@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,14 @@ STORAGES = {
     "lazy_tensor": LazyTensorStorage,
     "memmap": LazyMemmapStorage,
 }
+
+
+def readme_example(containing: str) -> str:
+    """The one Python example of the README with this in it, for a test that runs it."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (found,) = [example for example in examples if containing in example]
+    return found
 
 
 def buffer(records: int = CAPACITY, **kwargs: Any) -> PrioritizedReplayBuffer:

@@ -7,11 +7,12 @@ import inspect
 
 import pytest
 import torch
+import torchrl.data
 from common import ids
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, Writer
 from torchrl.data import ReplayBuffer as TorchRLBuffer
@@ -27,6 +28,8 @@ def built_by_hydra() -> list[type]:
 
 # An ensemble has its members' parts, and refuses others.
 TAKES_NOT = {generations.ReplayBufferEnsemble: ("storage", "sampler", "writer")}
+# What a Ray actor's buffer takes stands in a field of its own.
+FORWARDS = {generations.RayReplayBuffer: "arguments"}
 
 
 def constructor_arguments(cls: type) -> dict[str, inspect.Parameter]:
@@ -34,6 +37,11 @@ def constructor_arguments(cls: type) -> dict[str, inspect.Parameter]:
 
     Of ``*writers`` the name too: YAML gives a list of them.
     """
+    if cls in FORWARDS:
+        given = inspect.signature(vars(torchrl.data.RayReplayBuffer)["__init__"]).parameters
+        named = {name: each for name, each in given.items() if each.kind is each.KEYWORD_ONLY}
+        ours = inspect.signature(vars(cls)["__init__"]).parameters["replay_buffer_cls"]
+        return {**named, "replay_buffer_cls": ours, FORWARDS[cls]: given["kwargs"]}
     found: dict[str, inspect.Parameter] = {}
     for owner in cls.__mro__:
         if "__init__" not in vars(owner):
@@ -64,10 +72,14 @@ def test_a_field_has_the_default_of_its_argument(cls):
     config_fields = fields(cls)
     for name, parameter in constructor_arguments(cls).items():
         default = config_fields[name].default
-        if parameter.kind is parameter.VAR_POSITIONAL:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            assert config_fields[name].default_factory() == {}
+        elif parameter.kind is parameter.VAR_POSITIONAL:
             assert config_fields[name].default_factory() == []
         elif parameter.default is inspect.Parameter.empty:
             assert default == "???"
+        elif name == "replay_buffer_cls":
+            assert get_class(default) is parameter.default
         elif name == "service_backend_options":
             assert config_fields[name].default_factory() == {}  # as TorchRL's own
         elif name == "dtype":
@@ -270,6 +282,48 @@ made:
     assert [type(rb) for rb in ensemble._rbs] == [generations.TensorDictPrioritizedReplayBuffer] * 2
     assert ensemble._sampler.p.tolist() == [0.25, 0.75]
     assert ensemble.routing_key == ("meta", "source")
+
+
+def test_a_remote_buffer_from_yaml(tmp_path):
+    rb = built(
+        tmp_path,
+        """
+defaults:
+  - replay_buffer@made: generations_remote
+  - _self_
+made: {priority_key: [agents, td_error], track_generations: true}
+""",
+    )
+    assert type(rb) is generations.RemoteTensorDictReplayBuffer
+    assert rb.priority_key == ("agents", "td_error")
+    assert rb.writer.tracks_generations
+
+
+def test_a_buffer_in_a_ray_actor_from_yaml(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(configs, "RayReplayBuffer", lambda **kwargs: given.update(kwargs))
+    built(
+        tmp_path,
+        """
+defaults:
+  - replay_buffer@made: generations_ray
+  - storage@made.arguments.storage: lazy_tensor
+  - _self_
+made:
+  replay_buffer_cls: torchrl.data.replay_buffers.generations.TensorDictPrioritizedReplayBuffer
+  remote_config: {num_cpus: 1}
+  arguments:
+    storage: {max_size: 8, _partial_: true}
+    alpha: 1.0
+    beta: 1.0
+    track_generations: true
+""",
+    )
+    assert given["replay_buffer_cls"] is generations.TensorDictPrioritizedReplayBuffer
+    assert given["remote_config"] == {"num_cpus": 1}
+    assert type(given["remote_config"]) is dict  # Ray takes no other mapping
+    assert isinstance(given["storage"](), LazyTensorStorage)
+    assert (given["alpha"], given["track_generations"]) == (1.0, True)
 
 
 def test_a_dtype_that_is_none_is_refused():

@@ -18,17 +18,19 @@ from pathlib import Path
 import pytest
 import torch
 import torchrl.data
-from common import CAPACITY, PER, ids, leaves
+from common import CAPACITY, PER, ids, leaves, readme_example
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, PrioritizedSampler
 from torchrl.data.replay_buffers import generations
 from torchrl.data.replay_buffers.generations import (
     PrioritizedReplayBuffer,
     RayReplayBuffer,
+    ReplayBufferTrainer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     remote,
 )
+from torchrl.data.replay_buffers.generations.launch import StandIns
 
 ray = pytest.importorskip("ray")
 
@@ -636,3 +638,72 @@ def test_four_learners_with_clients_of_their_own(ring, hands, capsys):
     assert ray.get(ring._rb.all_misapplied.remote()) == 0
     with capsys.disabled():
         print(f"\nRay, updates per second: one learner {one:.0f}, four learners {four:.0f}")
+
+
+# ------------------------------------------------------------------ guards
+
+
+def late_sample(rb):
+    """A sample of every slot whose records in slots 0 to 2 are gone by now."""
+    index, generation = rb.extend(ids(range(CAPACITY)), return_generation=True)
+    rb.extend(ids(range(3)))
+    errors = torch.full([CAPACITY], 9.0)
+    return ids(range(CAPACITY), index=index, index_generation=generation, td_error=errors)
+
+
+def guarded(cls, **kwargs):
+    return cls(
+        service_backend="ray",
+        service_backend_options={"remote_config": {"num_cpus": 0}},
+        transport="ray",
+        **PER,
+        storage=partial(LazyTensorStorage, CAPACITY),
+        batch_size=4,
+        **kwargs,
+    )
+
+
+def test_a_guard_in_an_actor_is_conditional_and_counted_there(cluster):
+    rb = guarded(TensorDictPrioritizedReplayBuffer, track_generations=True, guard_priorities=True)
+    result = rb.update_tensordict_priority(late_sample(rb))
+    assert result.updated_mask.tolist() == [False] * 3 + [True] * 5
+    assert rb.client().stats()["updates_stale"] == 3
+    rb.reset_stats()
+    assert rb.stats()["updates_stale"] == 0
+    rb.shutdown()
+
+
+def test_the_trainer_hook_is_conditional_for_an_actor_and_its_clients(cluster):
+    for as_the_hook_gets_it in (lambda rb: rb, lambda rb: rb.client()):
+        rb = guarded(TensorDictPrioritizedReplayBuffer, track_generations=True)
+        ReplayBufferTrainer(as_the_hook_gets_it(rb)).update_priority(late_sample(rb))
+        assert rb.stats()["updates_applied"] == 5
+        assert rb.stats()["updates_stale"] == 3
+        rb.shutdown()
+
+
+def test_the_readmes_buffer_in_an_actor_is_written_by_other_actors(cluster):
+    @ray.remote(num_cpus=0)
+    class Writer:
+        def __init__(self, rb):
+            self.rb = rb
+
+        def write(self, first):
+            self.rb.extend(ids(range(first, first + 256)))
+
+    given = {"Writer": Writer, "partial": partial, "LazyTensorStorage": LazyTensorStorage}
+    given["TensorDictPrioritizedReplayBuffer"] = TensorDictPrioritizedReplayBuffer
+    exec(readme_example('service_backend="ray"'), given)
+    rb, writers = given["rb"], given["writers"]
+    ray.get([writer.write.remote(256 * i) for i, writer in enumerate(writers)])
+    sample = rb.sample()
+    sample["td_error"] = torch.ones(256)
+    assert rb.update_tensordict_priority_if_present(sample).num_updated == 256
+    rb.shutdown()
+
+
+def test_a_launched_scripts_actor_holds_a_stand_in(cluster):
+    rb = guarded(StandIns.TensorDictPrioritizedReplayBuffer)
+    assert rb.update_tensordict_priority(late_sample(rb)).num_stale == 3
+    assert isinstance(rb, StandIns.RayReplayBuffer)
+    rb.shutdown()

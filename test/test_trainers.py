@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import CAPACITY, PER, Thread, buffer, handles, ids, leaves, td_buffer
+from common import CAPACITY, PER, Thread, buffer, handles, ids, leaves, readme_example, td_buffer
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import nn
@@ -301,6 +301,31 @@ def test_an_ensemble_counts_what_its_members_count():
     assert [counts(rb) for rb in ensemble._rbs] == [(0, 0, 0.0)] * 2
 
 
+def test_the_cells_of_a_storage_with_two_dimensions_are_guarded():
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(12, ndim=2),
+        sampler=PrioritizedSampler(12, **PER),
+        batch_size=12,
+        track_generations=True,
+        guard_priorities=True,
+    )
+
+    def extend(slots):  # of three cells each
+        rb.extend(TensorDict({"id": torch.zeros(3, slots)}, [3, slots]))
+
+    extend(2)
+    sample = rb.sample()
+    extend(2)  # fills the ring
+    extend(2)  # other records take slots 0 and 1
+    sample["index"] = torch.tensor([(slot, cell) for slot in range(4) for cell in range(3)])
+    sample["index_generation"] = torch.zeros(12, dtype=torch.int64)
+    overwritten = sample["index"][:, 0] < 2
+    sample["td_error"] = torch.full([12], 9.0)
+    result = rb.update_tensordict_priority(sample)
+    assert result.updated_mask.tolist() == (~overwritten).tolist()
+    assert counts(rb)[:2] == (int((~overwritten).sum()), int(overwritten.sum()))
+
+
 def test_the_anchors_of_sequences_are_guarded():
     rb = td_buffer(0, guard_priorities=True, sample_unit=Sequence(length=2), batch_size=4)
     steps = ids(range(CAPACITY)).set(("next", "done"), torch.zeros(CAPACITY, 1, dtype=torch.bool))
@@ -443,8 +468,8 @@ def audited(guard: bool, slots: int = 500) -> Audited:
 FRAMES = 900
 
 
-def train_dqn(rb, logger=None) -> DQNTrainer:
-    """A DQNTrainer whose collector's thread writes while it learns."""
+def dqn_arguments(replay_buffer=None) -> dict:
+    """What a DQNTrainer needs; with a buffer, its collector's thread writes while it learns."""
     torch.manual_seed(0)
     env = GymEnv("CartPole-v1")
     spec = env.action_spec
@@ -454,27 +479,30 @@ def train_dqn(rb, logger=None) -> DQNTrainer:
     collector = Collector(
         env,
         TensorDictSequential(network, explore),
-        replay_buffer=rb,
+        replay_buffer=replay_buffer,
         frames_per_batch=50,
         total_frames=-1,
         auto_register_policy_transforms=False,
     )
-    trainer = DQNTrainer(
-        collector=collector,
-        total_frames=FRAMES,
-        frame_skip=1,
-        optim_steps_per_batch=5,
-        loss_module=loss,
-        optimizer=torch.optim.Adam(loss.parameters()),
-        replay_buffer=rb,
-        target_net_updater=HardUpdate(loss, value_network_update_interval=20),
-        greedy_module=explore,
-        async_collection=True,
-        enable_logging=False,
-        progress_bar=False,
-        logger=logger,
-        log_interval=100,
-    )
+    return {
+        "collector": collector,
+        "total_frames": FRAMES,
+        "frame_skip": 1,
+        "optim_steps_per_batch": 5,
+        "loss_module": loss,
+        "optimizer": torch.optim.Adam(loss.parameters()),
+        "target_net_updater": HardUpdate(loss, value_network_update_interval=20),
+        "greedy_module": explore,
+        "async_collection": replay_buffer is not None,
+        "enable_logging": False,
+        "progress_bar": False,
+        "log_interval": 100,
+    }
+
+
+def train_dqn(rb, logger=None) -> DQNTrainer:
+    """One that lets the collector write between a sample and its update, now and then."""
+    trainer = DQNTrainer(replay_buffer=rb, logger=logger, **dqn_arguments(rb))
 
     def let_the_collector_write(batch):
         """Every tenth sample waits until the collector has put other records into the ring."""
@@ -531,6 +559,21 @@ def test_without_the_guard_the_same_trainer_misapplies():
     rb = audited(guard=False)
     train_dqn(rb).train()
     assert rb.misapplied == rb.gone > 0
+
+
+def test_the_readmes_trainer_trains_and_logs(tmp_path):
+    logger = CSVLogger("run", log_dir=str(tmp_path))
+    given = {
+        "DQNTrainer": DQNTrainer,
+        "LazyTensorStorage": LazyTensorStorage,
+        "LogPriorityUpdates": LogPriorityUpdates,
+        "TensorDictPrioritizedReplayBuffer": TensorDictPrioritizedReplayBuffer,
+        "what_it_needs_otherwise": {**dqn_arguments(), "logger": logger, "total_frames": 200},
+    }
+    exec(readme_example("DQNTrainer"), given)
+    given["trainer"].train()
+    assert counts(given["rb"]) == (4 * 5 * 32, 0, 0.0)
+    assert read_log("csv", logger)["updates_applied"][-1] > 0
 
 
 def train_continuous(name: str, rb: Audited) -> None:

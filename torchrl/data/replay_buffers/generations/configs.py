@@ -25,13 +25,14 @@ here are those of TorchRL's configurations. A whole configuration, as YAML:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from hydra.utils import get_class
+from omegaconf import MISSING, OmegaConf
 from torchrl.data.replay_buffers import Writer
 from torchrl.trainers.algorithms.configs import data as torchrl_configs
 
@@ -42,6 +43,7 @@ from .buffers import (
 )
 from .ensembles import ReplayBufferEnsemble, WriterEnsemble
 from .max_value import TensorDictMaxValueWriter
+from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
 
 _PACKAGE = "torchrl.data.replay_buffers.generations"
 
@@ -102,28 +104,34 @@ class TensorDictReplayBufferConfig(torchrl_configs.TensorDictReplayBufferConfig)
 
 
 @dataclass
-class _PrioritizedConfig(torchrl_configs.ReplayBufferBaseConfig):
+class _BufferConfig(torchrl_configs.ReplayBufferBaseConfig):
+    """What all buffers take."""
+
+    track_generations: bool = False
+    batch_size: int | None = None
+    prefetch: int | None = None
+    pin_memory: bool = False
+    shared: bool = False
+    dim_extend: int | None = None
+    generator: Any = None
+    sample_unit: Any = None
+    transform: Any = None
+    collate_fn: Any = None
+    transport: str = "auto"
+    transport_options: Any = None
+
+
+@dataclass
+class _PrioritizedConfig(_BufferConfig):
     """What both prioritized buffers take."""
 
     alpha: float = MISSING
     beta: float = MISSING
     eps: float = 1e-8
-    storage: Any = None
-    sample_unit: Any = None
-    sampler_device: Any = None
     sync: bool = True
+    sampler_device: Any = None
+    storage: Any = None
     writer: Any = None
-    collate_fn: Any = None
-    pin_memory: bool = False
-    prefetch: int | None = None
-    transform: Any = None
-    batch_size: int | None = None
-    dim_extend: int | None = None
-    generator: Any = None
-    shared: bool = False
-    transport: str = "auto"
-    transport_options: Any = None
-    track_generations: bool = False
 
 
 @dataclass
@@ -154,7 +162,7 @@ class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
 
 
 @dataclass
-class ReplayBufferEnsembleConfig(torchrl_configs.ReplayBufferBaseConfig):
+class ReplayBufferEnsembleConfig(_BufferConfig):
     """Configuration of :class:`~torchrl.data.replay_buffers.generations.ReplayBufferEnsemble`.
 
     ``rbs`` are the members, a list of configurations. ``routing_key`` may be a list.
@@ -162,34 +170,67 @@ class ReplayBufferEnsembleConfig(torchrl_configs.ReplayBufferBaseConfig):
 
     _target_: str = f"{_PACKAGE}.configs.make_replay_buffer_ensemble"
     rbs: list[Any] = field(default_factory=list)
-    batch_size: int | None = None
-    checkpointer: Any = None
-    collate_fn: Any = None
+    p: Any = None
+    sample_from_all: bool = False
+    num_buffer_sampled: int | None = None
+    routing_key: Any = None
+    routing_dim: int | None = None
+    storages: Any = None
+    samplers: Any = None
+    writers: Any = None
     collate_fns: Any = None
     consume_after_n_samples: int | None = None
-    dim_extend: int | None = None
-    generator: Any = None
-    num_buffer_sampled: int | None = None
-    p: Any = None
-    pin_memory: bool = False
-    prefetch: int | None = None
-    routing_dim: int | None = None
-    routing_key: Any = None
-    sample_from_all: bool = False
-    sample_unit: Any = None
-    samplers: Any = None
-    shared: bool = False
-    storages: Any = None
-    transform: Any = None
+    checkpointer: Any = None
     transform_factory: Any = None
-    writers: Any = None
-    compilable: bool | None = None
     delayed_init: bool | None = None
+    compilable: bool | None = None
     service_backend: str = "direct"
     service_backend_options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RemoteTensorDictReplayBufferConfig(TensorDictReplayBufferConfig):
+    """Configuration of our :class:`RemoteTensorDictReplayBuffer`, as of the buffer it is."""
+
+    _target_: str = f"{_PACKAGE}.configs.make_remote_tensordict_replay_buffer"
+
+
+@dataclass
+class RayReplayBufferConfig(torchrl_configs.ReplayBufferBaseConfig):
+    """Configuration of :class:`~torchrl.data.replay_buffers.generations.RayReplayBuffer`.
+
+    ``replay_buffer_cls`` is the import path of the class in the actor, and ``arguments`` are what
+    that takes: storage, sampler and writer with ``_partial_: true``.
+    """
+
+    _target_: str = f"{_PACKAGE}.configs.make_ray_replay_buffer"
+    replay_buffer_cls: Any = f"{_PACKAGE}.ReplayBuffer"
+    ray_init_config: Any = None
+    remote_config: Any = None
     transport: str = "auto"
     transport_options: Any = None
-    track_generations: bool = False
+    delayed_init: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def make_remote_tensordict_replay_buffer(
+    *, priority_key: Any, **kwargs: Any
+) -> RemoteTensorDictReplayBuffer:
+    """Builds the buffer from what YAML can say."""
+    return RemoteTensorDictReplayBuffer(priority_key=_nested_key(priority_key), **kwargs)
+
+
+def make_ray_replay_buffer(
+    *, replay_buffer_cls: Any, arguments: Mapping[str, Any], **kwargs: Any
+) -> RayReplayBuffer:
+    """Builds the buffer from what YAML can say."""
+    if isinstance(replay_buffer_cls, str):
+        replay_buffer_cls = get_class(replay_buffer_cls)
+    plain = {
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        for name, value in kwargs.items()
+    }
+    return RayReplayBuffer(replay_buffer_cls=replay_buffer_cls, **plain, **arguments)
 
 
 def make_tensordict_max_value_writer(*, rank_key: Any, **kwargs: Any) -> TensorDictMaxValueWriter:
@@ -255,6 +296,8 @@ def _register() -> None:
         ("replay_buffer", "tensordict", TensorDictReplayBufferConfig),
         ("replay_buffer", "tensordict_prioritized", TensorDictPrioritizedReplayBufferConfig),
         ("replay_buffer", "ensemble", ReplayBufferEnsembleConfig),
+        ("replay_buffer", "remote", RemoteTensorDictReplayBufferConfig),
+        ("replay_buffer", "ray", RayReplayBufferConfig),
     ):
         store.store(group=group, name=f"generations_{name}", node=node)
 

@@ -127,6 +127,15 @@ class _ConditionalCalls:
             "update_priority_if_present() of a client() in a thread of your own."
         )
 
+    def reset_stats(self) -> None:
+        """See :meth:`ReplayBuffer.reset_stats`; it runs in the actor."""
+        ray.get(self._method("reset_stats").remote())
+
+    def _guards_samples(self) -> bool:
+        """Whether the actor's buffer can make the update of a sample conditional."""
+        guards = getattr(self._actor, "_guards_samples", None)
+        return guards is not None and bool(ray.get(guards.remote()))
+
     def _method(self, name: str) -> Any:
         method = getattr(self._actor, name, None)
         if method is None:
@@ -278,6 +287,13 @@ class RayReplayBuffer(torchrl_buffers.RayReplayBuffer, ReplayBuffer):
             ray.exceptions.RayActorError: if the actor is dead.
         """
         return self._client.update_tensordict_priority_if_present(data)
+
+    def reset_stats(self) -> None:
+        """Lets the counts of conditional updates in :meth:`stats` begin at zero again."""
+        self._client.reset_stats()
+
+    def _guards_samples(self) -> bool:
+        return self._client._guards_samples()
 
     def submit_update_priority_if_present(
         self, *, index: Any, generation: Any, priority: Any

@@ -27,8 +27,6 @@ from torchrl.data import ReplayBuffer
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
-from .buffers import ConditionalPriorityUpdates
-
 # The entries of a buffer's stats() that are logged, and their names in the log.
 LOGGED = ("updates_applied", "updates_stale", "stale_share")
 
@@ -72,7 +70,8 @@ class ReplayBufferTrainer(torchrl_trainers.ReplayBufferTrainer):
             KeyError: if it has no ``"index"`` or ``"index_generation"``.
         """
         rb = self.replay_buffer
-        if isinstance(rb, ConditionalPriorityUpdates) and rb._guards_samples():
+        guards = getattr(rb, "_guards_samples", None)  # clients of an actor have it too
+        if guards is not None and guards():
             rb.update_tensordict_priority_if_present(batch)
         else:
             super().update_priority(batch)

@@ -1,0 +1,28 @@
+"""``python -m torchrl.data.replay_buffers.generations SCRIPT [ARG ...]``; see ``launch.py``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .launch import run
+
+
+def main() -> None:
+    """Runs the script that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__package__}",
+        description="Runs a script with the buffers and writers of torchrl.data meaning those that "
+        "stamp their records, and with conditional priority updates. It ends with a line on stderr "
+        "that tells what was guarded and how many priorities were stale.",
+    )
+    parser.add_argument("script", type=Path, metavar="SCRIPT", help="the script, a Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARG", help="its arguments")
+    given = parser.parse_args()
+    if not given.script.is_file():
+        parser.error(f"SCRIPT must be a file: got {given.script}")
+    run(given.script, given.arguments)
+
+
+if __name__ == "__main__":
+    main()
