@@ -6,8 +6,9 @@ slot has a counter, each sample carries the counters that it saw as ``"index_gen
 ``update_priority_if_present`` writes only where they still agree, and says where that was.
 
 Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
-compares it. ``lock.py`` makes both atomic, ``sharing.py`` lets several processes in, ``checks.py``
-validates an update, ``result.py`` is what it reports, and ``background.py`` lets it run later.
+compares it, on what ``tracking.py`` and ``state.py`` make of TorchRL's buffers. ``lock.py`` makes
+both atomic, ``sharing.py`` lets several processes in, ``checks.py`` validates an update,
+``result.py`` is what it reports, ``tree.py`` writes it, and ``background.py`` lets it run later.
 ``coordinates.py`` knows the cells of a slot with ``ndim > 1``, ``units.py`` the anchors of
 sequences, ``sampling.py`` TorchRL's samplers; ``max_value.py`` and ``users_writers.py`` are about
 further writers, ``ensembles.py`` about several buffers in one, ``remote.py`` about Ray and RPC.

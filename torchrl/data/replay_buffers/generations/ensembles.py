@@ -29,14 +29,16 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
 from . import dumps
-from .buffers import SETTLING, STATE_FILE, ConditionalPriorityUpdates, ReplayBuffer
+from .buffers import ConditionalPriorityUpdates, ReplayBuffer
 from .checks import check_dump_fits, check_fits, numbers
 from .index import integer_tensor
 from .lock import StorageLock
 from .max_value import check_ranks
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
+from .state import STATE_FILE
 from .tally import Tally
+from .tracking import SETTLING
 from .writers import GENERATION_KEY, row_generations
 
 
