@@ -135,6 +135,10 @@ if __name__ == "__main__":
         "beta": 1.0,
         "batch_size": 8,
         "storage": {"_target_": "torchrl.data.LazyTensorStorage", "max_size": 8},
+        "writer": {
+            "_target_": "torchrl.data.replay_buffers.TensorDictRoundRobinWriter",
+            "track_generations": False,  # which TorchRL's configuration always says
+        },
     }
     by_hydra = hydra.utils.instantiate(target)
     bring_late(1, by_hydra)
@@ -347,14 +351,14 @@ def test_a_script_that_asks_for_tracking_itself_is_told_that_it_cannot_be():
         )
 
 
-def test_a_writers_stand_in_builds_ours_and_lets_a_script_say_no():
+def test_a_writers_stand_in_builds_ours_and_tracks_whatever_a_default_says():
     for name in ("RoundRobinWriter", "TensorDictRoundRobinWriter", "TensorDictMaxValueWriter"):
-        made = getattr(StandIns, name)()
-        assert type(made) is getattr(generations, name)
-        assert made.tracks_generations
-        assert isinstance(made, getattr(StandIns, name))
+        for given in ({}, {"track_generations": False}):  # as Hydra does
+            made = getattr(StandIns, name)(**given)
+            assert type(made) is getattr(generations, name)
+            assert made.tracks_generations
+            assert isinstance(made, getattr(StandIns, name))
         assert isinstance(getattr(torchrl.data, name)(), getattr(StandIns, name))
-        assert not getattr(StandIns, name)(track_generations=False).tracks_generations
 
 
 def test_a_scripts_own_writer_tracks_by_default():
@@ -364,7 +368,7 @@ def test_a_scripts_own_writer_tracks_by_default():
     rb = StandIns.ReplayBuffer(storage=LazyTensorStorage(4), writer=Mine())
     _, generation = rb.extend(torch.arange(4), return_generation=True)
     assert generation.tolist() == [0] * 4
-    assert not Mine(track_generations=False).tracks_generations
+    assert Mine(track_generations=False).tracks_generations
 
 
 def test_torchrls_classes_are_none_of_ours_because_of_a_stand_in():

@@ -182,10 +182,10 @@ class GuardedBuffer(ConditionalPriorityUpdates):
     _writing = threading.local()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._tracks_by_default = "track_generations" not in kwargs
-        kwargs.setdefault("track_generations", True)
+        self._asked_to_track = _is_asked_to_track(kwargs)
+        kwargs["track_generations"] = True
         if isinstance(self, TensorDictReplayBuffer):
-            kwargs.setdefault("guard_priorities", True)
+            kwargs["guard_priorities"] = True
         super().__init__(*args, **kwargs)
 
     def _init(self) -> None:
@@ -199,7 +199,7 @@ class GuardedBuffer(ConditionalPriorityUpdates):
         report.received(self)
 
     def _check_tracks(self, writer: Any) -> None:
-        if self._tracks_by_default and not writer.tracks_generations:
+        if not (self._asked_to_track or writer.tracks_generations):
             self._track_generations = False  # a writer without stamps is the script's choice
         super()._check_tracks(writer)
 
@@ -214,7 +214,7 @@ class GuardedBuffer(ConditionalPriorityUpdates):
             return made
         except (TypeError, ValueError):
             # These parts can't be tracked together, which the script did not ask for.
-            if not (self._tracks_by_default and getattr(given, "_tracks_by_default", True)):
+            if self._asked_to_track or getattr(given, "_asked_to_track", False):
                 raise
             self._track_generations = False
             if isinstance(given, TensorDictMaxValueWriter):
@@ -247,14 +247,19 @@ class GuardedWriter(Writer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._tracks_by_default = "track_generations" not in kwargs
-        super().__init__(*args, **{"track_generations": True, **kwargs})
+        self._asked_to_track = _is_asked_to_track(kwargs)
+        super().__init__(*args, **{**kwargs, "track_generations": True})
+
+
+def _is_asked_to_track(kwargs: dict[str, Any]) -> bool:
+    """Whether a script wants stamps itself. False does not mean no: Hydra passes every default."""
+    return bool(kwargs.get("track_generations", False))
 
 
 def _make_writer(ours: Any) -> Callable[..., Writer]:
     def make(*args: Any, **kwargs: Any) -> Writer:
-        writer: Writer = ours(*args, **{"track_generations": True, **kwargs})
-        vars(writer)["_tracks_by_default"] = "track_generations" not in kwargs
+        writer: Writer = ours(*args, **{**kwargs, "track_generations": True})
+        vars(writer)["_asked_to_track"] = _is_asked_to_track(kwargs)
         return writer
 
     return make
@@ -274,7 +279,7 @@ def _make_ray(*args: Any, **kwargs: Any) -> Any:
 def _make_remote(*args: Any, **kwargs: Any) -> Any:
     """Ours itself, since RPC looks its methods up in the class that has them."""
     return RemoteTensorDictReplayBuffer(
-        *args, **{"track_generations": True, "guard_priorities": True, **kwargs}
+        *args, **{**kwargs, "track_generations": True, "guard_priorities": True}
     )
 
 
