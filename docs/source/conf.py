@@ -29,6 +29,8 @@ templates_path = ["_templates"]
 # The gallery reads the tutorials, and writes pages of them next to here.
 exclude_patterns = ["tutorials"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "torchrl-generations"
 html_show_sourcelink = False
 html_copy_source = False
