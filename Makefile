@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test stress lint format bench peers docs clean
+.PHONY: help demo test stress coverage lint format bench peers docs clean
 
 help:
 	@echo "make demo    train on CartPole with and without conditional updates; a table and a figure"
 	@echo "make test    the tests"
 	@echo "make stress  the long tests"
+	@echo "make coverage  the tests, and which branches of the package they take"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff format and fix"
 	@echo "make bench   the benchmarks"
@@ -33,6 +34,10 @@ test: $(INSTALLED)
 
 stress: $(INSTALLED)
 	$(BIN)/python -m pytest -m stress
+
+coverage: $(INSTALLED)
+	mkdir -p outputs
+	$(BIN)/python -m pytest --cov --cov-fail-under=95
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff format --check

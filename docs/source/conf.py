@@ -48,8 +48,8 @@ napoleon_use_rtype = False
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", rf"(?!{OURS})(torch|torchrl|tensordict|ray|concurrent|multiprocessing)\..*"),
-    (r"py:class", r"optional|Writer|TensorDictBase|StorageEnsemble|SamplerEnsemble"),
-    (r"py:meth", r"loads|clients"),  # of TorchRL's RayReplayBuffer
+    (r"py:class", r"optional|Writer|TensorDictBase|StorageEnsemble|SamplerEnsemble|CSVLogger"),
+    (r"py:meth", r"loads|clients|stats"),  # of TorchRL's RayReplayBuffer
     # What this package does not export.
     (r"py:.*", rf"({OURS}\.\w+\.)?(StampingWriter|SharedState|StorageLock|Grid|Cells)(\.\w+)?"),
     (r"py:class", r"abc\.TensorClass_nocast"),
