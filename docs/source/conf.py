@@ -37,7 +37,6 @@ html_copy_source = False
 
 autosummary_generate = True
 autodoc_typehints = "none"
-autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_param = False
