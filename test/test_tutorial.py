@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 SCRIPT = Path(__file__).parents[1] / "docs/source/tutorials/async_prioritized_dqn.py"
+RAY_SCRIPT = SCRIPT.with_name("ray_prioritized_dqn.py")
 
 # 24 steps of 16 frames late, less the one batch of 64 that the collector may be ahead: at least 320
 # frames come between a sample and its priorities. They go around 128 slots twice, so that every
@@ -175,3 +177,33 @@ def test_an_impossible_schedule_is_refused(
         tutorial.main(options)
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_over_ray_too_only_the_raw_run_puts_priorities_on_other_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes into the home folder
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # sockets: a short path
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        done = subprocess.run(
+            [sys.executable, RAY_SCRIPT, "--steps", "40", "--output", tmp_path],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+
+    assert done.returncode == 0, done.stderr
+    header, *lines = (line.split() for line in done.stdout.splitlines()[-3:])
+    assert header == ["run", "frames", "sent", "stale", "misapplied"]
+    counts = {name: [int(n.replace(",", "")) for n in numbers] for name, *numbers in lines}
+    assert counts["raw"][1] == counts["conditional"][1] == (40 - 10) * 128
+    assert counts["raw"][2] == counts["raw"][3] > 0
+    assert counts["conditional"][2] > 0
+    assert counts["conditional"][3] == 0
+    assert (tmp_path / "ray_prioritized_dqn.png").stat().st_size > 0

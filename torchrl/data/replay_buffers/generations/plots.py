@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 def plot_priority_updates(folder: str | Path) -> Figure:
-    """Plots what :class:`LogPriorityUpdates` wrote with TorchRL's :class:`CSVLogger`.
+    """Plots what :class:`.LogPriorityUpdates` wrote with TorchRL's :class:`CSVLogger`.
 
     Args:
         folder (str or Path): the logger's ``experiment.log_dir``.

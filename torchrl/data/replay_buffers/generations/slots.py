@@ -153,7 +153,7 @@ class SlotGenerations(SharedState):
 
     @property
     def stamps(self) -> torch.Tensor:
-        """The counters: int64 ``[slots]`` on the storage's device, mutated in place.
+        """The counters, int64 ``[slots]`` on the storage's device, mutated in place.
 
         Also found at ``storage._slot_generations``. Raw: an emptied slot keeps its advanced stamp
         here, while :meth:`of` gives -1 for it.

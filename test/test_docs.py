@@ -1,0 +1,117 @@
+"""The site builds without a warning, names what is public, and its examples run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torchrl.data.replay_buffers import generations
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "docs/source"
+GENERATED = ("gallery", "generated")
+PAGES = [
+    page.relative_to(SOURCE)
+    for page in sorted(SOURCE.rglob("*.rst"))
+    if not {*GENERATED, "_templates", "tutorials"} & set(page.parts)
+]
+PACKAGE = Path(generations.__path__[0])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_examples_of_a_page_run(page):
+    outcome = doctest.testfile(
+        str(SOURCE / page), module_relative=False, optionflags=doctest.ELLIPSIS
+    )
+    assert outcome.failed == 0
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site, with the tutorials as pages but not run."""
+    pytest.importorskip("sphinx_gallery")
+    pytest.importorskip("furo")
+    folder = tmp_path_factory.mktemp("docs")
+    source = folder / "source"
+    shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns(*GENERATED))
+    options = ("-n", "-W", "--keep-going", "-q", "-D", "plot_gallery=0")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, source, folder / "html"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def documented(site):
+    from sphinx.util.inventory import InventoryFile
+
+    with (site / "objects.inv").open("rb") as file:
+        inventory = InventoryFile.load(file, "", lambda base, path: path)
+    return {name for kind in inventory for name in inventory[kind]}
+
+
+def test_every_reference_resolves_and_every_public_name_has_an_entry(site):
+    names = documented(site)
+    for name in generations.__all__:
+        assert f"{generations.__name__}.{name}" in names
+
+
+def test_every_conditional_call_has_an_entry_in_every_buffer(site):
+    names = documented(site)
+    for buffer in ("ReplayBuffer", "TensorDictPrioritizedReplayBuffer", "ReplayBufferEnsemble"):
+        for call in ("update_priority_if_present", "update_tensordict_priority_if_present"):
+            assert f"{generations.__name__}.{buffer}.{call}" in names
+
+
+def test_no_link_in_the_site_is_broken(site):
+    pages = {page.resolve(): page.read_text() for page in site.rglob("*.html")}
+    ids = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in pages.items()}
+    broken = [
+        (page.name, link)
+        for page, text in pages.items()
+        for link in re.findall(r'<(?:a|img|link|script)\b[^>]*?\b(?:href|src)="([^"]+)"', text)
+        if not re.match(r"\w+:|//", link) and not _leads_somewhere(page, link, ids)
+    ]
+    assert len(pages) > 20
+    assert broken == []
+
+
+def _leads_somewhere(page, link, ids):
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path.partition("?")[0]).resolve() if path else page
+    if not target.exists():
+        return False
+    return not anchor or target not in ids or anchor in ids[target]
+
+
+def messages():
+    """Every string of the package, with three dots in place of values."""
+    for module in PACKAGE.glob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "..." for part in node.values
+                )
+                yield "".join(parts)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value.replace("{}", "...")
+
+
+def test_each_error_of_the_page_is_one_that_the_package_raises():
+    page = (SOURCE / "reference/errors.rst").read_text()
+    quoted = re.findall(r'^\w+: "(.*)"$', page, re.MULTILINE)
+    raised = list(messages())
+    assert len(quoted) > 40
+    for message in quoted:
+        parts = map(re.escape, message.removesuffix(" ...").split("..."))
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in raised), message
