@@ -111,7 +111,7 @@ UNITS: dict[str, Callable[[], stock.SampleUnit]] = {
     "Sequence": lambda: stock.Sequence(length=2),
 }
 
-UPDATES, STAMPS, PLAIN, REFUSED, NOWHERE = "updates", "stamps", "plain", "refused", "-"
+UPDATES, STAMPS, PLAIN, REFUSED, NOWHERE = "updates", "stamps", "plain", "refused", "error"
 MEANING = {
     UPDATES: "a sample's conditional update writes each of its priorities, and after the records "
     "were replaced none",
