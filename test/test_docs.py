@@ -93,6 +93,13 @@ def _leads_somewhere(page, link, ids):
     return not anchor or target not in ids or anchor in ids[target]
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_file_that_a_page_of_the_repository_links_to_exists(page):
+    links = re.findall(r"\]\(([^)#]+)\)", " ".join((ROOT / page).read_text().split()))
+    files = [link for link in links if not link.startswith("https://")]
+    assert [link for link in files if not (ROOT / link).is_file()] == []
+
+
 def messages():
     """Every string of the package, with three dots in place of values."""
     for module in PACKAGE.glob("*.py"):

@@ -44,6 +44,8 @@ from .writers import (
 class ConditionalPriorityUpdates(SavedBuffer):
     """Mix-in that gives a TorchRL buffer class generation stamps and conditional priority updates.
 
+    What a stamp means is told in :ref:`ref_buffers_generations`.
+
     Put it before the TorchRL class: ``class Mine(ConditionalPriorityUpdates, SomeReplayBuffer)``.
 
     The lock of the storage's table guards the records, the stamps and the priority tree. ``add``

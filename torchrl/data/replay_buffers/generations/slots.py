@@ -72,6 +72,8 @@ if hasattr(os, "register_at_fork"):
 class SlotGenerations(SharedState):
     """The generation counters of one storage, with the lock that guards them.
 
+    What a stamp means is told in :ref:`ref_buffers_generations`.
+
     Do not build it; :meth:`attach` makes or returns the one table of a storage. It owns
     :attr:`stamps` and :attr:`lock`, and promises *Identity* and *No resurrection* (design notes):
     within one :attr:`lineage`, a stamp of a slot names one record.
