@@ -12,6 +12,7 @@ from sphinx.application import Sphinx
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes into the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("TQDM_DISABLE", "1")  # else a page has each step of a progress bar
 
 HERE = Path(__file__).parent
 OURS = "torchrl.data.replay_buffers.generations"
