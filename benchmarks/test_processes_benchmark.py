@@ -1,6 +1,6 @@
 """Four writer processes and an asynchronous learner, ours against stock with ``shared=True``.
 
-The two sides take turns, a second each, and medians are compared: learner steps (a sample and its
+The sides take turns, half a second each, and medians are compared: learner steps (a sample and its
 update) per second, ours conditional, stock raw.
 """
 
@@ -19,16 +19,18 @@ from torchrl.data.replay_buffers import generations
 
 CAPACITY = 10_000
 WRITERS = 4
-ROUNDS = 9
+ROUNDS = 30
+TURN_SECONDS = 0.5
 
 
 def records(rows: int) -> TensorDict:
     return TensorDict({"obs": torch.rand(rows, 8), "reward": torch.rand(rows)}, [rows])
 
 
-def write(rb, go, stop) -> None:
+def write(rb, go, stop, ready) -> None:
     torch.set_num_threads(1)
     data = records(32)
+    ready.release()
     while not stop.is_set():
         if go.wait(0.1):
             rb.extend(data)
@@ -37,13 +39,15 @@ def write(rb, go, stop) -> None:
 
 @contextlib.contextmanager
 def writers(rb):
-    """Starts the writer processes; yields the event that lets them write."""
+    """Starts the writer processes; yields, when all are ready, the event that lets them write."""
     context = multiprocessing.get_context("spawn")
-    go, stop = context.Event(), context.Event()
-    processes = [context.Process(target=write, args=(rb, go, stop)) for _ in range(WRITERS)]
+    go, stop, ready = context.Event(), context.Event(), context.Semaphore(0)
+    processes = [context.Process(target=write, args=(rb, go, stop, ready)) for _ in range(WRITERS)]
     for process in processes:
         process.start()
     try:
+        for _ in processes:  # each imports torch first
+            assert ready.acquire(timeout=120)
         yield go
     finally:
         stop.set()
@@ -89,11 +93,11 @@ def test_learner_steps_with_four_writer_processes(record_ratio):
             )
             rb.extend(records(CAPACITY))
             sides.append((rb, running.enter_context(writers(rb)), bool(kwargs), []))
-        time.sleep(15)  # until the last writer has imported torch
         for round_ in range(ROUNDS + 1):
-            for rb, go, conditional, rates in sides:
+            for turn in range(len(sides)):
+                rb, go, conditional, rates = sides[(turn + round_) % len(sides)]
                 go.set()
-                rate = learner_steps(rb, conditional, seconds=1)
+                rate = learner_steps(rb, conditional, TURN_SECONDS)
                 go.clear()
                 if round_:
                     rates.append(rate)

@@ -73,6 +73,40 @@ def test_a_default_priority_is_that_of_torchrls_mark_update(kind):
     assert state(ours)[0][7] > state(ours)[0][3] > 0  # the default had risen meanwhile
 
 
+def test_a_default_priority_follows_the_largest_one_and_the_exponent():
+    ours, theirs, where = sampler(), sampler(), storage()
+
+    def both(change):
+        for one in (ours, theirs):
+            change(one)
+        write_default(ours, torch.tensor([5, 6]), where, are_leaves=True)
+        theirs.mark_update(torch.tensor([5, 6]), storage=where)
+        assert state(ours) == state(theirs)
+        return state(ours)[0][5]
+
+    leaves = [
+        both(lambda one: one.update_priority(torch.tensor([0]), 2.0)),
+        both(lambda one: one.update_priority(torch.tensor([1]), 3.0)),
+        both(lambda one: setattr(one, "alpha", 0.4)),
+        both(lambda one: setattr(one, "_eps", 0.5)),
+        both(lambda one: one._empty()),
+    ]
+    assert len(set(leaves)) == len(leaves)
+
+
+def test_a_users_own_default_priority_counts():
+    class Small(PrioritizedSampler):
+        @property
+        def default_priority(self):
+            return 0.25
+
+    ours, theirs, where = sampler(Small), sampler(Small), storage()
+    write_default(ours, torch.tensor([1, 2]), where)
+    theirs.mark_update(torch.tensor([1, 2]), storage=where)
+    assert state(ours) == state(theirs)
+    assert 0.3 < state(ours)[0][1] < 0.4  # 0.25 ** 0.7
+
+
 def test_a_default_priority_of_a_float64_tree_is_one_before_any_other():
     of = sampler(dtype=torch.float64)
     write_default(of, torch.tensor([2, 1]), storage())

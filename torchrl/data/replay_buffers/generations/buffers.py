@@ -200,7 +200,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
             )
             grid = table.grid
             ahead = False
-            if self._learner_sampler is not None:
+            if self._learner_sampler is not None and not self._has_caught_up(table):
                 ahead = self._may_write_ahead(table, sampler, highest)
                 if not ahead:
                     self._catch_up()
@@ -216,13 +216,15 @@ class ConditionalPriorityUpdates(SavedBuffer):
                 num_kept = rows.numel()
                 if num_kept:
                     slots = slots.index_select(0, rows)
+                    if ahead:
+                        taken = taken.index_select(0, rows)
                     if values.ndim:
                         values = values.index_select(0, rows.to(values.device))
             if num_kept:
                 leaves = slots if slots.is_cpu else slots.to(values.device)
                 write_priority(sampler, leaves, values, highest, self._storage)
-                if ahead and self._seen is not None:  # else they would be taken for unseen
-                    self._seen[slots] = table.stamps[slots]
+                if ahead:  # else they would be taken for unseen
+                    self._note_seen(slots, taken)
             if kept is live:
                 self._tally.count(num_kept, num_handles)
             else:

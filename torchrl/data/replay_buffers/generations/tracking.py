@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDict
 from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import (
@@ -56,6 +56,8 @@ ENABLE_TRACKING = (
     "Build the buffer with track_generations=True, or pass "
     "writer=generations.RoundRobinWriter(track_generations=True)."
 )
+
+_CPU = torch.device("cpu")
 
 # TorchRL's classes that make a priority tree as large as the storage.
 _WITH_OWN_TREE = (
@@ -357,13 +359,22 @@ class TrackingBuffer(_Buffer):
             >>> rb.extend([10, 11, 12], return_generation=True)
             (tensor([0, 1, 0]), tensor([-1,  0,  1]))
         """
-        call = partial(super().extend, self._clean(data), update_priority=update_priority)
+        data = self._placed(self._clean(data))
+        call = partial(super().extend, data, update_priority=update_priority)
         return self._write(call, "extend", return_generation)
 
     def _clean(self, data: Any) -> Any:
         """Drops the stamps of a sample put back, where TorchRL's writer would store them."""
         late = stamps_late(self._writer) and self._writer.tracks_generations
         return without_stamps(data) if late else data
+
+    def _placed(self, data: Any) -> Any:
+        """Gives a tensordict the device of its storage, which TorchRL does under the lock."""
+        if type(data) is TensorDict and data.device is None and self._table is not None:
+            device = getattr(self._storage, "device", None)
+            if self._is_tensordict and device == _CPU:
+                return data.to(_CPU)
+        return data
 
     def _write(self, write: Callable[[], Any], name: str, return_generation: bool) -> Any:
         """Runs one of TorchRL's writing calls as a single critical section."""
@@ -488,15 +499,18 @@ class TrackingBuffer(_Buffer):
         """The private sampler of a ``sync=False`` learner."""
         return self.__dict__.get("_prioritized_sampler")
 
+    def _has_caught_up(self, table: SlotGenerations) -> bool:
+        """Whether nothing was written since a ``sync=False`` learner looked last."""
+        now = (table.ring_log.end, self._storage._mutation_revision)
+        return now == self._seen_until and self._seen is not None
+
     def _catch_up(self) -> None:
         """Gives every record that a ``sync=False`` tree has not seen the default priority."""
         table = self._table
         sampler = self._learner_sampler
-        if table is None or sampler is None:
+        if table is None or sampler is None or self._has_caught_up(table):
             return
         revision, end = self._storage._mutation_revision, table.ring_log.end
-        if (end, revision) == self._seen_until and self._seen is not None:
-            return
         stamps, length, capacity = table.stamps, len(self._storage), self._storage.max_size
         known = 0 if self._seen is None else self._seen.numel()
         ranges = None
@@ -516,8 +530,8 @@ class TrackingBuffer(_Buffer):
                 if begin < stop:
                     new = (stamps[begin:stop] != self._seen[begin:stop]).nonzero()[:, 0] + begin
                     if new.numel():
-                        write_default(sampler, new, self._storage)
-                        self._seen[new] = stamps[new]
+                        write_default(sampler, new, self._storage, are_leaves=new.is_cpu)
+                        self._seen[begin:stop] = stamps[begin:stop]
 
     def _may_write_ahead(
         self, table: SlotGenerations, sampler: PrioritizedSampler, highest: float
@@ -531,6 +545,12 @@ class TrackingBuffer(_Buffer):
             and self._seen.numel() == table.stamps.numel()
             and keeps_default(sampler, highest)
         )
+
+    def _note_seen(self, slots: torch.Tensor, stamps: torch.Tensor) -> None:
+        """Notes that the learner's tree has the priorities of the records with these stamps."""
+        seen = self._seen
+        assert seen is not None  # else it must catch up first
+        seen.index_copy_(0, slots.to(seen.device), stamps.to(seen.device))
 
     def _catch_up_prioritized_sampler(self) -> None:
         # TorchRL catches up before it takes the lock, and a record could come in between.

@@ -8,9 +8,15 @@ tree is not the compiled one, it is called all the same. The lock of the table g
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
+
+# By sampler: its largest priority, eps and alpha, and the leaf that they make.
+_default_leaves: WeakKeyDictionary[PrioritizedSampler, tuple[Any, tuple[float, float], float]] = (
+    WeakKeyDictionary()
+)
 
 
 def write_priority(
@@ -37,26 +43,35 @@ def write_priority(
         top, row = priority.max(dim=0)
         if known is None or top > known:
             sampler._max_priority = (top, slots[row])
-    _set(sampler, slots, priority)
+    leaves: Any = _leaves(sampler, priority)
+    if not leaves.ndim:
+        leaves = leaves.item()
+    sampler._sum_tree[slots] = leaves
+    sampler._min_tree[slots] = leaves
 
 
-def write_default(sampler: Sampler, slots: Any, storage: Storage) -> None:
+def write_default(
+    sampler: Sampler, slots: Any, storage: Storage, *, are_leaves: bool = False
+) -> None:
     """Gives records the default priority, the largest that there has been.
 
     Args:
         sampler (Sampler): any sampler; one without priorities takes no notice.
         slots: what ``mark_update`` takes: int, ``[rows]``, or coordinates ``[rows, ndim]``.
         storage (Storage): the storage of the slots.
+
+    Keyword Args:
+        are_leaves (bool, optional): whether ``slots`` is known to be int64 ``[rows]``, at least
+            one, each below the capacity of the tree, on the CPU. Defaults to False.
     """
     if (
         isinstance(sampler, PrioritizedSampler)
         and _is_plain(sampler)
-        and _are_leaves(slots, sampler._sum_tree.size)
+        and (are_leaves or _are_leaves(slots, sampler._sum_tree.size))
     ):
-        priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
-        if sampler._max_priority[0] is None:
-            sampler._max_priority = (priority, torch.as_tensor(slots).reshape(-1)[0])
-        _set(sampler, slots, priority)
+        leaf = _default_leaf(sampler, slots)
+        sampler._sum_tree[slots] = leaf
+        sampler._min_tree[slots] = leaf
     else:
         sampler.mark_update(slots, storage=storage)
 
@@ -67,13 +82,26 @@ def keeps_default(sampler: PrioritizedSampler, highest: float) -> bool:
     return _is_plain(sampler) and known is not None and highest <= float(known)
 
 
-def _set(sampler: PrioritizedSampler, slots: Any, priority: torch.Tensor) -> None:
-    """Writes the leaves, ``(p + eps) ** alpha`` (Schaul et al. 2015)."""
-    leaves: Any = (priority + sampler._eps).pow_(sampler._alpha)
-    if not leaves.ndim:
-        leaves = leaves.item()
-    sampler._sum_tree[slots] = leaves
-    sampler._min_tree[slots] = leaves
+def _default_leaf(sampler: PrioritizedSampler, slots: Any) -> float:
+    """The leaf of the default priority, which stays for long, and is kept as long."""
+    if sampler._max_priority[0] is None:
+        first = torch.as_tensor(slots).reshape(-1)[0]
+        sampler._max_priority = (
+            torch.as_tensor(sampler.default_priority, dtype=sampler.dtype),
+            first,
+        )
+    highest, exponent = sampler._max_priority[0], (sampler._eps, sampler._alpha)
+    known = _default_leaves.get(sampler)
+    if known is None or known[0] is not highest or known[1] != exponent:
+        priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
+        known = (highest, exponent, _leaves(sampler, priority).item())
+        _default_leaves[sampler] = known
+    return known[2]
+
+
+def _leaves(sampler: PrioritizedSampler, priority: torch.Tensor) -> torch.Tensor:
+    """``(p + eps) ** alpha`` (Schaul et al. 2015)."""
+    return (priority + sampler._eps).pow_(sampler._alpha)
 
 
 def _is_plain(sampler: PrioritizedSampler) -> bool:
@@ -82,6 +110,7 @@ def _is_plain(sampler: PrioritizedSampler) -> bool:
     return (
         cls.update_priority is PrioritizedSampler.update_priority
         and cls.mark_update is PrioritizedSampler.mark_update
+        and cls.default_priority is PrioritizedSampler.default_priority
         and "update_priority" not in sampler.__dict__
         and not sampler._max_priority_within_buffer
         and tree is not None
