@@ -53,6 +53,7 @@ def updates_held(monkeypatch):
 
 
 def submit(rb, index, priority):
+    """Submits what is no tensor, and so always left to the background thread."""
     return rb.submit_update_priority_if_present(**handles(rb, index), priority=priority)
 
 
@@ -272,6 +273,99 @@ def test_update_behind_one_that_fails_is_made_all_the_same():
     with pytest.raises(ValueError, match="priority"):
         rb.synchronize()
     assert leaves(rb) == [1, 5, 1, 1, 1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------ small ones, made at once
+
+
+def submit_small(rb, index, priority):
+    return submit(rb, index, torch.tensor(priority))
+
+
+def test_small_update_is_made_at_once_if_nothing_stands_before_it():
+    rb = buffer()
+    future = submit_small(rb, [0, 1], [5.0, 6.0])
+    assert future.done()
+    assert future.result().num_updated == 2
+    assert leaves(rb) == [5, 6, 1, 1, 1, 1, 1, 1]
+    assert rb._update_executor is None  # no thread has seen it
+
+
+def test_large_update_is_left_to_the_background_thread():
+    rb = PrioritizedReplayBuffer(**PER, storage=LazyTensorStorage(4), track_generations=True)
+    rb.extend(torch.arange(4))
+    index = torch.zeros(1025, dtype=torch.int64)
+    priority = torch.ones(1025)
+    future = rb.submit_update_priority_if_present(index=index, generation=index, priority=priority)
+    assert rb._update_executor is not None
+    assert future.result(PATIENCE).num_updated == 1025
+
+
+def test_small_update_waits_in_the_background_for_the_lock():
+    rb = buffer()
+    gate, held = Gate(), handles(rb, [0])
+
+    def hold():
+        with rb._table.lock:
+            gate()
+
+    holder = Thread(hold)
+    assert gate.reached.wait(PATIENCE)
+    futures = [
+        rb.submit_update_priority_if_present(**held, priority=torch.tensor([float(priority)]))
+        for priority in range(1, 11)
+    ]
+    with pytest.raises(FutureTimeoutError):
+        futures[0].result(GRACE)
+    gate.opened.set()
+    holder.join()
+    rb.synchronize()
+    assert leaves(rb)[0] == 10
+
+
+def test_small_update_comes_after_a_large_one_that_is_under_way(updates_held):
+    rb = buffer()
+    gate = updates_held(rb)
+    first = submit(rb, [0], [5.0])
+    assert gate.reached.wait(PATIENCE)
+    second = submit_small(rb, [0], [6.0])
+    assert not first.done()
+    assert not second.done()
+    gate.opened.set()
+    assert second.result(PATIENCE).num_updated == 1
+    assert leaves(rb)[0] == 6
+
+
+def test_small_update_runs_after_the_samples_that_were_prefetched():
+    gate = Gate()
+    rb = buffer(prefetch=1, batch_size=4, transform=gate)
+    gate.opened.set()
+    rb.sample()
+    rb.synchronize()
+    gate.opened.clear()
+    gate.reached.clear()
+    rb.sample()
+    assert gate.reached.wait(PATIENCE)
+    future = submit_small(rb, [0], [5.0])
+    with pytest.raises(FutureTimeoutError):
+        future.result(GRACE)
+    assert leaves(rb)[0] == 1
+    gate.opened.set()
+    assert future.result(PATIENCE).num_updated == 1
+
+
+def test_error_of_a_small_update_is_raised_as_that_of_any():
+    rb = buffer(batch_size=4)
+    future = submit_small(rb, [0, 1], [5.0, -1.0])
+    with pytest.raises(ValueError, match=r"priority\[1\] must be finite"):
+        future.result()
+    with pytest.raises(ValueError, match=r"priority\[1\] must be finite"):
+        submit_small(rb, [2], [6.0])
+    assert leaves(rb) == [1] * 8
+    assert submit_small(rb, [2], [6.0]).result().num_updated == 1
+
+
+# ------------------------------------------------------------------ what is refused
 
 
 def without_priorities():

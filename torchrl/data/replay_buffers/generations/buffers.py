@@ -27,6 +27,7 @@ from .checks import (
     checked_priority,
 )
 from .coordinates import checked_cells, priority_per_cell
+from .index import all_true
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .state import SavedBuffer
@@ -209,7 +210,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
             num_handles = live.numel()
-            if kept.all().item():
+            if all_true(kept):
                 num_kept = num_handles
             else:
                 rows = kept.nonzero().view(-1)
@@ -287,11 +288,13 @@ class ConditionalPriorityUpdates(SavedBuffer):
     def submit_update_priority_if_present(
         self, *, index: Any, generation: Any, priority: Any
     ) -> Future[PriorityUpdateResult]:
-        """Runs :meth:`update_priority_if_present` on a background thread.
+        """Runs :meth:`update_priority_if_present` in the background, in order with samples.
 
         It runs after the samples that were prefetched when it was submitted, and after all earlier
         submissions, :meth:`~torchrl.data.ReplayBuffer.submit_update_if_present` among them; samples
-        that are asked for later wait for it. ``synchronize`` and ``shutdown`` wait, too.
+        that are asked for later wait for it. ``synchronize`` and ``shutdown`` wait, too. If there
+        is nothing to wait for, an update of at most 1024 handles on the CPU is made at once: to
+        pass it to another thread would take the caller longer.
 
         CUDA tensors are copied on the caller's current stream, at once and without blocking it.
         Other inputs must not be changed until the future is done. A thread that holds the lock of
@@ -335,7 +338,10 @@ class ConditionalPriorityUpdates(SavedBuffer):
             slots, taken, values = handles_and_priority
             return self.update_priority_if_present(index=slots, generation=taken, priority=values)
 
-        return background.submit(self, name, update)
+        sampler = self._priority_sampler  # None in an ensemble
+        on_cpu = sampler is not None and sampler.device.type == "cpu"
+        small = on_cpu and background.is_small(index, generation, priority)
+        return background.submit(self, name, update, small)
 
     def _checked_update(
         self,

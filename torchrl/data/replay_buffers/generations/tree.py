@@ -7,14 +7,17 @@ tree is not the compiled one, it is called all the same. The lock of the table g
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-# By sampler: its largest priority, eps and alpha, and the leaf that they make.
-_default_leaves: WeakKeyDictionary[PrioritizedSampler, tuple[Any, tuple[float, float], float]] = (
+from .index import bounds
+
+# By sampler: its largest priority, eps and alpha, the leaf that they make, the priority's value.
+_defaults: WeakKeyDictionary[PrioritizedSampler, tuple[Any, tuple[float, float], float, float]] = (
     WeakKeyDictionary()
 )
 
@@ -38,10 +41,10 @@ def write_priority(
     if not _is_plain(sampler):
         sampler.update_priority(slots, priority, storage=storage)
         return
-    known = sampler._max_priority[0]
-    if known is None or highest > float(known):
+    known = _highest(sampler)
+    if highest > known:
         top, row = priority.max(dim=0)
-        if known is None or top > known:
+        if top > known:
             sampler._max_priority = (top, slots[row])
     leaves: Any = _leaves(sampler, priority)
     if not leaves.ndim:
@@ -69,7 +72,10 @@ def write_default(
         and _is_plain(sampler)
         and (are_leaves or _are_leaves(slots, sampler._sum_tree.size))
     ):
-        leaf = _default_leaf(sampler, slots)
+        if sampler._max_priority[0] is None:
+            priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
+            sampler._max_priority = (priority, torch.as_tensor(slots).reshape(-1)[0])
+        leaf, _ = _default(sampler)
         sampler._sum_tree[slots] = leaf
         sampler._min_tree[slots] = leaf
     else:
@@ -78,25 +84,25 @@ def write_default(
 
 def keeps_default(sampler: PrioritizedSampler, highest: float) -> bool:
     """Whether priorities up to ``highest`` leave the default priority as it is."""
-    known = sampler._max_priority[0]
-    return _is_plain(sampler) and known is not None and highest <= float(known)
+    return _is_plain(sampler) and highest <= _highest(sampler)
 
 
-def _default_leaf(sampler: PrioritizedSampler, slots: Any) -> float:
-    """The leaf of the default priority, which stays for long, and is kept as long."""
+def _highest(sampler: PrioritizedSampler) -> float:
+    """The largest priority that there has been; below all numbers if there is none yet."""
     if sampler._max_priority[0] is None:
-        first = torch.as_tensor(slots).reshape(-1)[0]
-        sampler._max_priority = (
-            torch.as_tensor(sampler.default_priority, dtype=sampler.dtype),
-            first,
-        )
+        return -math.inf
+    return _default(sampler)[1]
+
+
+def _default(sampler: PrioritizedSampler) -> tuple[float, float]:
+    """The leaf of the default priority, and this priority: they stay for long, and are kept."""
     highest, exponent = sampler._max_priority[0], (sampler._eps, sampler._alpha)
-    known = _default_leaves.get(sampler)
+    known = _defaults.get(sampler)
     if known is None or known[0] is not highest or known[1] != exponent:
         priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
-        known = (highest, exponent, _leaves(sampler, priority).item())
-        _default_leaves[sampler] = known
-    return known[2]
+        known = (highest, exponent, _leaves(sampler, priority).item(), float(highest))
+        _defaults[sampler] = known
+    return known[2:]
 
 
 def _leaves(sampler: PrioritizedSampler, priority: torch.Tensor) -> torch.Tensor:
@@ -125,5 +131,5 @@ def _are_leaves(slots: Any, size: int) -> bool:
         return False
     if slots.dtype is not torch.int64 or slots.device.type != "cpu":
         return False
-    low, high = torch.aminmax(slots)
-    return low.item() >= 0 and high.item() < size
+    low, high = bounds(slots)
+    return low >= 0 and high < size
