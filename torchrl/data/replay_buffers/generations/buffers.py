@@ -27,7 +27,6 @@ from .checks import (
     checked_priority,
 )
 from .coordinates import checked_cells, priority_per_cell
-from .index import all_true
 from .result import PriorityUpdateResult
 from .slots import SlotGenerations
 from .state import SavedBuffer
@@ -210,7 +209,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
             num_handles = live.numel()
-            if all_true(kept):
+            if kept.all().item():
                 num_kept = num_handles
             else:
                 rows = kept.nonzero().view(-1)

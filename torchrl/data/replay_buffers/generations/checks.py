@@ -16,7 +16,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.utils import _reduce
 
 from .coordinates import shape_of_records
-from .index import bounds, integer_tensor, native_array, slot_index
+from .index import integer_tensor, native_array, slot_index
 
 
 def checked_handles(
@@ -94,7 +94,8 @@ def checked_priority(
             f"priority of shape {tuple(given.shape)} for {rows} records."
         )
     if values.numel():
-        lowest, highest = bounds(values)
+        low, high = torch.aminmax(values)
+        lowest, highest = low.item(), high.item()
         # Any NaN gives NaN, for which no comparison holds.
         if not (lowest >= 0 and highest < torch.inf and _fits(lowest, highest, sampler)):
             largest = torch.finfo(sampler.dtype).max / sampler.max_size

@@ -1,4 +1,4 @@
-"""What names slots: handles, and the index of an assignment; and what to ask of such tensors."""
+"""What names slots: handles, and the index of an assignment."""
 
 from __future__ import annotations
 
@@ -7,34 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import unravel_key
-from torch.compiler import is_compiling
 from torchrl.data.replay_buffers import Storage, TensorStorage
 
 _INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
 )
-
-
-# NumPy answers for a tensor in host memory in a third of the time of torch's operations, and does
-# not pass Python's lock to another thread and back for each, which costs a background update more.
-_NUMPY_DTYPES = (torch.int64, torch.float32, torch.float64, torch.bool)
-
-
-def bounds(values: torch.Tensor) -> tuple[float, float]:
-    """Returns the smallest and the largest of at least one number; both NaN if one is."""
-    if values.is_cpu and values.dtype in _NUMPY_DTYPES and not is_compiling():
-        array = values.numpy()
-        return array.min().item(), array.max().item()
-    low, high = torch.aminmax(values)
-    return low.item(), high.item()
-
-
-def all_true(mask: torch.Tensor) -> bool:
-    """Whether every flag of a bool tensor is set."""
-    if mask.is_cpu and not is_compiling():
-        return bool(mask.numpy().all())
-    return bool(mask.all())
 
 
 def integer_tensor(value: Any, name: str) -> torch.Tensor:

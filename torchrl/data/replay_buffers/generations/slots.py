@@ -40,7 +40,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from .coordinates import Grid, shape_of_records
-from .index import bounds, integer_tensor, slot_index
+from .index import integer_tensor, slot_index
 from .sharing import BASE, SharedState
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
@@ -368,7 +368,7 @@ class SlotGenerations(SharedState):
         slots = slot_index(index, "advance(): index").reshape(-1)
         if not slots.numel():
             return
-        low, high = map(int, bounds(slots))
+        low, high = (int(bound) for bound in torch.aminmax(slots))
         if low < 0 or high >= self._capacity:
             raise IndexError(
                 f"advance() needs slots from 0 to {self._capacity - 1}: got "
@@ -626,5 +626,5 @@ class SlotGenerations(SharedState):
 def _all_below(slots: torch.Tensor, length: int) -> bool:
     if not slots.numel():
         return True
-    low, high = bounds(slots)
-    return low >= 0 and high < length
+    low, high = torch.aminmax(slots)
+    return int(low) >= 0 and int(high) < length

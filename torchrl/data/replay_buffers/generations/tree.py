@@ -14,8 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 
-from .index import bounds
-
 # By sampler: its largest priority, eps and alpha, the leaf that they make, the priority's value.
 _defaults: WeakKeyDictionary[PrioritizedSampler, tuple[Any, tuple[float, float], float, float]] = (
     WeakKeyDictionary()
@@ -131,5 +129,5 @@ def _are_leaves(slots: Any, size: int) -> bool:
         return False
     if slots.dtype is not torch.int64 or slots.device.type != "cpu":
         return False
-    low, high = bounds(slots)
-    return low >= 0 and high < size
+    low, high = torch.aminmax(slots)
+    return low.item() >= 0 and high.item() < size
