@@ -334,19 +334,22 @@ class SlotGenerations(SharedState):
                 f"{tuple(taken.shape)} for index of shape {tuple(slots.shape)}."
             )
         if self.grid is None:
-            return self.live(slots, taken)
+            with self.lock if not self.is_traced() else contextlib.nullcontext():
+                return self.live(slots, taken)
         found = self.of(index)
         return (found == taken.to(found.device)) & (found >= 0)
 
     def live(self, slots: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-        """:meth:`is_live` of int64 tensors of one shape, and of slots alone."""
+        """:meth:`is_live` of int64 tensors of one shape, and of slots alone.
+
+        The caller holds the lock.
+        """
         if self.is_traced():
             found, full = self._of_traced(slots), False
         else:
-            with self.lock:
-                whole = self._of_full(slots)
-                full = whole is not None
-                found = self._of(slots) if whole is None else whole
+            whole = self._of_full(slots)
+            full = whole is not None
+            found = self._of(slots) if whole is None else whole
         live = found == (taken if taken.device == found.device else taken.to(found.device))
         return live if full else live.logical_and_(found >= 0)
 
