@@ -255,3 +255,48 @@ def test_ensemble_stamps_of_256_handles(record_ratio):
             member.extend(records(CAPACITY))
         sides.append(module.ReplayBufferEnsemble(*members).writer)
     record_ratio(*alternate(*(lambda w=writer: w.generations_of(index) for writer in sides)))
+
+
+# ------------------------------------------------------------------ floors
+
+
+@pytest.mark.parametrize("prioritized", [True, False], ids=["prioritized", "random"])
+@pytest.mark.parametrize("batch", [256, 4096])
+def test_floor_of_a_sample(batch, prioritized, record_ratio):
+    """ "Ours": TorchRL's sample and the two operations that a stamp cannot do without."""
+    stock, again = buffers(batch, prioritized=prioritized)[1:3]
+    stamps = torch.zeros(CAPACITY, dtype=torch.int64)
+
+    def with_stamps():
+        sample = stock.sample()
+        sample.set("index_generation", stamps.index_select(0, sample.get("index")))
+
+    record_ratio(*alternate(with_stamps, stock.sample, again.sample))
+
+
+@pytest.mark.parametrize("batch", [256, 4096])
+def test_floor_of_an_update(batch, record_ratio):
+    """ "Ours": the tensor operations alone that compare, validate and write."""
+    stock, again = buffers(batch)[1:3]
+    sampler = PrioritizedSampler(CAPACITY, **PER)
+    sampler.update_priority(torch.arange(CAPACITY), torch.ones(CAPACITY))
+    stamps = torch.zeros(CAPACITY, dtype=torch.int64)
+    index = torch.randint(0, CAPACITY, (batch,))
+    generation = torch.zeros(batch, dtype=torch.int64)
+    priority = torch.rand(batch) + 0.1
+
+    def bare():
+        low, high = torch.aminmax(priority)
+        assert 0 <= low.item() <= high.item() < 2
+        assert (stamps.index_select(0, index) == generation).all().item()
+        leaves = (priority + sampler._eps).pow_(sampler._alpha)
+        sampler._sum_tree[index] = leaves
+        sampler._min_tree[index] = leaves
+
+    record_ratio(
+        *alternate(
+            bare,
+            lambda: stock.update_priority(index, priority),
+            lambda: again.update_priority(index, priority),
+        )
+    )

@@ -165,7 +165,8 @@ class StorageLock:
 
     def __enter__(self) -> bool:
         self._thread.acquire()
-        if self._depth:  # the short way in: a write enters half a dozen times
+        # The short way in: a write enters half a dozen times, and most processes have no child.
+        if self._depth or (self._process is None and not self._unasked):
             self._depth += 1
             return True
         self._thread.release()
@@ -177,7 +178,8 @@ class StorageLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._depth > 1 and not self._inherited:  # a with block: this thread holds it
+        deeper = self._depth > 1 or (self._depth == 1 and self._process is None)
+        if deeper and not self._inherited:  # a with block: this thread holds it
             self._depth -= 1
             self._thread.release()
         else:
