@@ -217,7 +217,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
                 if num_kept:
                     slots = slots.index_select(0, rows)
                     if ahead:
-                        taken = taken.index_select(0, rows)
+                        taken = taken.index_select(0, rows.to(taken.device))
                     if values.ndim:
                         values = values.index_select(0, rows.to(values.device))
             if num_kept:
