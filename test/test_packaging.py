@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -97,3 +98,26 @@ def test_folder_linked_into_torchrl_imports_from_anywhere(site_packages, checkou
     (site_packages / PACKAGE).symlink_to(checkout / PACKAGE)
     for cwd in (checkout, tmp_path):
         assert imported_from(site_packages, cwd) == site_packages / PACKAGE
+
+
+def test_sdist_brings_the_tests_and_they_pass_on_the_installed_wheel(
+    wheel, site_packages, checkout, tmp_path
+):
+    program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
+    name = run(sys.executable, "-c", program, cwd=checkout).splitlines()[-1]
+    with tarfile.open(checkout / "dist" / name) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / name.removesuffix(".tar.gz")
+    for folder in ("test", "docs/source", "benchmarks"):
+        left_out = {"gallery", "generated", "__pycache__", "benchmark.csv"}
+        for path in (checkout / folder).rglob("*"):
+            if path.is_file() and not left_out & set(path.relative_to(checkout).parts):
+                assert (unpacked / path.relative_to(checkout)).exists(), path
+    shutil.rmtree(unpacked / "torchrl")  # so that nothing but the wheel can be tested
+    pip("install", wheel, cwd=tmp_path, python=python_of(site_packages))
+
+    tests = [f"test/test_{name}.py" for name in ("result", "tree", "lock")]
+    printed = run(python_of(site_packages), "-m", "pytest", "-q", *tests, cwd=unpacked)
+
+    assert " passed" in printed
+    assert imported_from(site_packages, unpacked) == site_packages / PACKAGE
