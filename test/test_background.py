@@ -111,9 +111,10 @@ def test_patches_of_torchrl_and_priorities_run_in_one_order():
     assert order == ["priority", "patch"] * 10
 
 
-def test_update_runs_after_the_samples_that_were_prefetched():
+def with_a_sample_under_way(prefetch):
+    """A buffer whose background thread samples, and the gate that holds it there."""
     gate = Gate()
-    rb = buffer(prefetch=2, batch_size=4, transform=gate)
+    rb = buffer(prefetch=prefetch, batch_size=4, transform=gate)
     gate.opened.set()
     rb.sample()
     rb.synchronize()
@@ -121,6 +122,11 @@ def test_update_runs_after_the_samples_that_were_prefetched():
     gate.reached.clear()
     rb.sample()  # takes a batch from the queue, and another begins
     assert gate.reached.wait(PATIENCE)
+    return rb, gate
+
+
+def test_update_runs_after_the_samples_that_were_prefetched():
+    rb, gate = with_a_sample_under_way(prefetch=2)
     future = submit(rb, range(CAPACITY), 5.0)
     with pytest.raises(FutureTimeoutError):
         future.result(GRACE)
@@ -337,15 +343,7 @@ def test_small_update_comes_after_a_large_one_that_is_under_way(updates_held):
 
 
 def test_small_update_runs_after_the_samples_that_were_prefetched():
-    gate = Gate()
-    rb = buffer(prefetch=1, batch_size=4, transform=gate)
-    gate.opened.set()
-    rb.sample()
-    rb.synchronize()
-    gate.opened.clear()
-    gate.reached.clear()
-    rb.sample()
-    assert gate.reached.wait(PATIENCE)
+    rb, gate = with_a_sample_under_way(prefetch=1)
     future = submit_small(rb, [0], [5.0])
     with pytest.raises(FutureTimeoutError):
         future.result(GRACE)

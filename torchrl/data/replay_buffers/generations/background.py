@@ -4,8 +4,9 @@ A TorchRL buffer has one thread and one queue for its ``submit_update_if_present
 join that queue, so that both kinds run in the order of their submission, and ``sample``,
 ``synchronize`` and ``shutdown`` wait for both. The buffer's ``_futures_lock`` guards the queue.
 
-A small update that nothing stands before is made at once by the caller: Python's lock passing to
-another thread and back for each of its operations costs the caller two to three times as much.
+A small update that nothing stands before is made at once by the caller. On another thread it would
+take Python's lock from the caller and give it back for each of its operations: measured in one run,
+that made a learner step of 5 ms 0.5 to 2 percent longer than the update itself did.
 """
 
 from __future__ import annotations

@@ -178,8 +178,9 @@ class StorageLock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        deeper = self._depth > 1 or (self._depth == 1 and self._process is None)
-        if deeper and not self._inherited:  # a with block: this thread holds it
+        # The short way out, where no process half is to be given back.
+        short = self._depth > 1 or (self._depth == 1 and self._process is None)
+        if short and not self._inherited:  # a with block: this thread holds it
             self._depth -= 1
             self._thread.release()
         else:

@@ -44,11 +44,8 @@ def write_priority(
         top, row = priority.max(dim=0)
         if top > known:
             sampler._max_priority = (top, slots[row])
-    leaves: Any = _leaves(sampler, priority)
-    if not leaves.ndim:
-        leaves = leaves.item()
-    sampler._sum_tree[slots] = leaves
-    sampler._min_tree[slots] = leaves
+    leaves = _leaves(sampler, priority)
+    _set(sampler, slots, leaves if leaves.ndim else leaves.item())
 
 
 def write_default(
@@ -74,8 +71,7 @@ def write_default(
             priority = torch.as_tensor(sampler.default_priority, dtype=sampler.dtype)
             sampler._max_priority = (priority, torch.as_tensor(slots).reshape(-1)[0])
         leaf, _ = _default(sampler)
-        sampler._sum_tree[slots] = leaf
-        sampler._min_tree[slots] = leaf
+        _set(sampler, slots, leaf)
     else:
         sampler.mark_update(slots, storage=storage)
 
@@ -101,6 +97,11 @@ def _default(sampler: PrioritizedSampler) -> tuple[float, float]:
         known = (highest, exponent, _leaves(sampler, priority).item(), float(highest))
         _defaults[sampler] = known
     return known[2:]
+
+
+def _set(sampler: PrioritizedSampler, slots: Any, leaves: torch.Tensor | float) -> None:
+    sampler._sum_tree[slots] = leaves
+    sampler._min_tree[slots] = leaves
 
 
 def _leaves(sampler: PrioritizedSampler, priority: torch.Tensor) -> torch.Tensor:
