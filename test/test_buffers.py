@@ -584,6 +584,10 @@ def test_its_private_torchrl_names_are_there():
         "_initialize_prioritized_sampler",
         "_synchronize_futures_locked",
         "_futures_lock",
+        "_sample_dependency",
+        "_prefetch",
+        "_service_shutdown",
+        "_batch_size",
         "_replay_lock",
         "_write_lock",
         "_storage",
@@ -601,6 +605,7 @@ def test_its_private_torchrl_names_are_there():
     for name in ("_empty", "max_size", "reduction", "dtype"):
         assert hasattr(rb._prioritized_sampler, name), name
     assert isinstance(rb._storage._attached_entities, list)
+    assert callable(TensorDict._set_str)
 
 
 # ------------------------------------------------------------------ records and patches

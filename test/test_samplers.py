@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torchrl.data
 from common import CAPACITY, PER, Thread, buffer, ids, leaves, td_buffer
-from tensordict import TensorDict, tensorclass
+from tensordict import TensorDict, lazy_stack, tensorclass
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers import (
     ConsumingSampler,
@@ -323,9 +325,82 @@ def test_a_sample_that_lost_its_stamps_is_refused_with_the_keys_that_it_has(drop
     assert leaves(rb) == [1] * 8
 
 
+def made_up(kind):
+    """Records and info as a storage, a transform, a sampler or a user's _sample may give them."""
+    records, info = ids(range(4)), {"index": torch.arange(4), "weight": torch.rand(4)}
+    if kind == "dimensions":
+        records = TensorDict({"id": torch.arange(6).view(3, 2)}, [3, 2])
+        info = {
+            "index": (torch.arange(3).repeat(2).view(3, 2), torch.ones(3, 2, dtype=torch.int64))
+        }
+    elif kind == "rows":
+        records = TensorDict({"id": torch.arange(6).view(3, 2)}, [3, 2])
+        info = {"index": torch.arange(3), "of_all": np.arange(3), ("next", "mask"): [True] * 3}
+    elif kind == "locked":
+        records = records.lock_()
+    elif kind == "device":
+        records = records.to("cpu")
+    elif kind == "stacked":
+        records = lazy_stack(list(records.unbind(0)))
+    elif kind == "tensorclass":
+        records = Step(obs=torch.arange(4.0), reward=torch.ones(4), batch_size=[4])
+    elif kind == "tensor":
+        records = torch.arange(4)
+    return records, info
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "dimensions", "rows", "locked", "device", "stacked", "tensorclass"],
+)
+def test_a_sample_is_what_torchrls_own_method_makes_of_it(kind, monkeypatch):
+    rb = td_rb(RandomSampler())
+    samples = []
+    for sample in (rb.sample, partial(torchrl.data.TensorDictReplayBuffer.sample, rb)):
+        torch.manual_seed(0)
+        monkeypatch.setattr(rb, "_sample", lambda size: made_up(kind))
+        samples.append(sample())
+    ours, theirs = samples
+    assert type(ours) is type(theirs)
+    assert (ours.batch_size, ours.device) == (theirs.batch_size, theirs.device)
+    assert ours.is_locked == theirs.is_locked == (kind == "locked")
+    assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+    assert (ours == theirs).all()
+    if kind != "tensorclass":
+        assert {"index", "id"} <= set(ours.keys())
+
+
+def test_a_sample_without_a_tensordict_is_refused(monkeypatch):
+    rb = td_rb(RandomSampler())
+    monkeypatch.setattr(rb, "_sample", lambda size: made_up("tensor"))
+    with pytest.raises(RuntimeError, match="records in a tensordict: got Tensor"):
+        rb.sample()
+
+
+class Labelled(torchrl.data.TensorDictReplayBuffer):
+    """A user's buffer on TorchRL's."""
+
+    def sample(self, *args, **kwargs):
+        return super().sample(*args, **kwargs).set("by_sample", torch.ones(4))
+
+    def _sample(self, batch_size):
+        data, info = super()._sample(batch_size)
+        return data, {**info, "by_info": torch.ones(batch_size)}
+
+
+class LabelledOurs(TensorDictReplayBuffer, Labelled):
+    pass
+
+
+def test_what_a_users_buffer_adds_to_a_sample_is_in_it():
+    rb = LabelledOurs(storage=LazyTensorStorage(8), batch_size=4, track_generations=True)
+    rb.extend(ids(range(8)))
+    assert {"by_sample", "by_info", "index_generation"} <= set(rb.sample().keys())
+
+
 def test_a_transform_that_changes_the_number_of_records_is_refused_at_the_sample():
     rb = td_rb(WITH_PRIORITIES["prioritized"](), transform=lambda td: td.reshape(2, 2))
-    with pytest.raises(RuntimeError, match="shape mismatch"):
+    with pytest.raises(RuntimeError, match=r"batch size \[2, 2\] and .* of shape \[4\]"):
         rb.sample()
 
 

@@ -60,6 +60,18 @@ def test_a_direct_write_leaves_the_sampler_as_torchrl_does(make):
         assert state(ours) == state(theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_are_apart_in_memory_are_written_as_they_are_named(dtype):
+    of, where = sampler(dtype=dtype), storage()
+    apart = torch.tensor([[6, 0], [1, 0], [3, 0]])[:, 0]
+    write_priority(of, apart, torch.rand(3, 2, dtype=dtype).fill_(4.0)[:, 1], 4.0, where)
+    assert of._sum_tree[torch.arange(CAPACITY)].nonzero().view(-1).tolist() == [1, 3, 6]
+    write_priority(of, apart, torch.tensor([1.0, 9, 2, 9, 3, 9], dtype=dtype)[::2], 3.0, where)
+    assert of._sum_tree[6] < of._sum_tree[1] < of._sum_tree[3]
+    write_default(of, torch.arange(CAPACITY)[::2], where)
+    assert of._sum_tree[0] == of._sum_tree[2] == of._sum_tree[6] > of._sum_tree[3]
+
+
 # TorchRL's mark_update fails with float64: it passes its default on as a float32.
 @pytest.mark.parametrize("kind", ["float32", "within_buffer", "users_own"])
 def test_a_default_priority_is_that_of_torchrls_mark_update(kind):

@@ -28,6 +28,7 @@ from .checks import (
 )
 from .coordinates import checked_cells, priority_per_cell
 from .result import PriorityUpdateResult
+from .sampling import put_info
 from .slots import SlotGenerations
 from .state import SavedBuffer
 from .tally import Tally, stats_of
@@ -204,12 +205,14 @@ class ConditionalPriorityUpdates(SavedBuffer):
                 ahead = self._may_write_ahead(table, sampler, highest)
                 if not ahead:
                     self._catch_up()
-            live = kept = table.live(slots if grid is None else slots // grid.width, taken)
+            live, all_live = table.live(slots if grid is None else slots // grid.width, taken)
+            kept = live
             if not values.is_cpu:  # a parallel scatter has no last row
                 kept = live.clone()
                 kept[live] = last_rows(slots[live])
+                all_live = None
             num_handles = live.numel()
-            if kept.all().item():
+            if kept.all().item() if all_live is None else all_live:
                 num_kept = num_handles
             else:
                 rows = kept.nonzero().view(-1)
@@ -641,6 +644,31 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         return super().extend(
             tensordicts, update_priority=update_priority, return_generation=return_generation
         )
+
+    @_maybe_delay_init
+    def sample(
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+    ) -> Any:
+        """Samples records; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
+        torchrls = super().sample
+        size = self._batch_size
+        with self._futures_lock:
+            waits_for_nothing = self._sample_dependency is None
+        if (
+            waits_for_nothing
+            and not (return_info or self._prefetch or self._service_shutdown)
+            and include_info is None
+            and size is not None
+            and (batch_size is None or batch_size == size)
+            and torchrls.__func__ is torchrl_buffers.TensorDictReplayBuffer.sample
+        ):
+            data, info = self._sample(size)
+            put_info(data, info, getattr(self._storage, "device", None))
+            return data
+        return torchrls(batch_size, return_info, include_info)
 
     # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
     # takes the slots in them for the cells to give a priority to (update_tensordict_priority).

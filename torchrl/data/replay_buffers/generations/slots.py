@@ -335,23 +335,29 @@ class SlotGenerations(SharedState):
             )
         if self.grid is None:
             with self.lock if not self.is_traced() else contextlib.nullcontext():
-                return self.live(slots, taken)
+                return self.live(slots, taken)[0]
         found = self.of(index)
         return (found == taken.to(found.device)) & (found >= 0)
 
-    def live(self, slots: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+    def live(self, slots: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool | None]:
         """:meth:`is_live` of int64 tensors of one shape, and of slots alone.
 
         The caller holds the lock.
+
+        Returns:
+            The mask, and whether it is True throughout; None if that takes a look at the mask.
         """
         if self.is_traced():
-            found, full = self._of_traced(slots), False
+            found, is_full = self._of_traced(slots), False
         else:
             whole = self._of_full(slots)
-            full = whole is not None
+            is_full = whole is not None
             found = self._of(slots) if whole is None else whole
-        live = found == (taken if taken.device == found.device else taken.to(found.device))
-        return live if full else live.logical_and_(found >= 0)
+        taken = taken if taken.device == found.device else taken.to(found.device)
+        live = found == taken
+        if is_full:  # so there is no -1 in it
+            return live, torch.equal(found, taken)
+        return live.logical_and_(found >= 0), None
 
     def advance(self, index: Any) -> None:
         """Declares that another record goes into each slot of ``index``.

@@ -100,8 +100,12 @@ def _default(sampler: PrioritizedSampler) -> tuple[float, float]:
 
 
 def _set(sampler: PrioritizedSampler, slots: Any, leaves: torch.Tensor | float) -> None:
-    sampler._sum_tree[slots] = leaves
-    sampler._min_tree[slots] = leaves
+    # The trees take arrays in half the time of tensors, but look at neither strides nor length.
+    if isinstance(slots, torch.Tensor):
+        slots = slots.contiguous().numpy()
+    values: Any = leaves.contiguous().numpy() if isinstance(leaves, torch.Tensor) else leaves
+    sampler._sum_tree[slots] = values
+    sampler._min_tree[slots] = values
 
 
 def _leaves(sampler: PrioritizedSampler, priority: torch.Tensor) -> torch.Tensor:
