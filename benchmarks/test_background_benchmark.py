@@ -6,9 +6,8 @@ is some steps and a wait for what is under way, so that nothing runs during anot
 
 from __future__ import annotations
 
-import random
-import statistics
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter, thread_time
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
+from turns import take_turns, timed
 
 CAPACITY = 100_000
 BATCH = 256
@@ -98,11 +98,5 @@ def test_learner_step_of_5_ms(device, record_ratio):
             torch.cuda.synchronize()
 
     rb = full_buffer()
-    sides: list[tuple[bool, list[float]]] = [(True, []), (False, []), (False, [])]
-    shuffle = random.Random(0)
-    for _ in range(ROUNDS + 2):
-        for update, times in shuffle.sample(sides, len(sides)):
-            start = perf_counter()
-            steps(rb, update)
-            times.append((perf_counter() - start) / STEPS)
-    record_ratio(*(statistics.median(times[2:]) for _, times in sides))
+    sides = [timed(partial(steps, rb, update), 1) for update in (True, False, False)]
+    record_ratio(*(seconds / STEPS for seconds in take_turns(*sides, rounds=ROUNDS)))

@@ -2,17 +2,14 @@
 
 Each figure is a ratio taken in one run: ours, stock without tracking, stock again (the A/A control,
 which says how far the machine can be trusted), and stock with its own tracking and a guard written
-by hand. They take turns in random order, and medians are compared.
+by hand.
 """
 
 from __future__ import annotations
 
 import gc
-import random
-import statistics
 import threading
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -21,6 +18,7 @@ import torchrl.data
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler
 from torchrl.data.replay_buffers import generations
+from turns import take_turns, timed
 
 CAPACITY = 100_000
 CAPACITIES = [10**4, 10**5, 10**6, 10**7]
@@ -44,17 +42,7 @@ def alternate(*sides: Callable[[], object], calls: int = CALLS) -> list[float]:
 
     A turn of one call would time caches: most sides run the same code of TorchRL, ours its own.
     """
-    times: list[list[float]] = [[] for _ in sides]
-    order = random.Random(0)
-    for _ in range(ROUNDS + ROUNDS // 10):
-        # Nobody always runs after the same neighbour, who leaves his data in the caches.
-        for side in order.sample(range(len(sides)), len(sides)):
-            call = sides[side]
-            start = perf_counter()
-            for _ in range(calls):
-                call()
-            times[side].append((perf_counter() - start) / calls)
-    return [statistics.median(series[ROUNDS // 10 :]) for series in times]
+    return take_turns(*(timed(side, calls) for side in sides), rounds=ROUNDS)
 
 
 def records(rows: int) -> TensorDict:
@@ -162,7 +150,8 @@ def test_kinds_of_buffer_and_storage(operation, storage, kind, record_ratio):
     if operation == "extend":
         record_ratio(*extends(rbs, 256))
     elif operation == "sample":
-        record_ratio(*samples(rbs))
+        # A plain buffer gives index and stamps in the info alone.
+        record_ratio(*alternate(*(lambda rb=rb: rb.sample(return_info=True) for rb in rbs)))
     else:
         record_ratio(*updates(rbs, CAPACITY, 256, "none"))
 
@@ -255,48 +244,3 @@ def test_ensemble_stamps_of_256_handles(record_ratio):
             member.extend(records(CAPACITY))
         sides.append(module.ReplayBufferEnsemble(*members).writer)
     record_ratio(*alternate(*(lambda w=writer: w.generations_of(index) for writer in sides)))
-
-
-# ------------------------------------------------------------------ floors
-
-
-@pytest.mark.parametrize("prioritized", [True, False], ids=["prioritized", "random"])
-@pytest.mark.parametrize("batch", [256, 4096])
-def test_floor_of_a_sample(batch, prioritized, record_ratio):
-    """ "Ours": TorchRL's sample and the two operations that a stamp cannot do without."""
-    stock, again = buffers(batch, prioritized=prioritized)[1:3]
-    stamps = torch.zeros(CAPACITY, dtype=torch.int64)
-
-    def with_stamps():
-        sample = stock.sample()
-        sample.set("index_generation", stamps.index_select(0, sample.get("index")))
-
-    record_ratio(*alternate(with_stamps, stock.sample, again.sample))
-
-
-@pytest.mark.parametrize("batch", [256, 4096])
-def test_floor_of_an_update(batch, record_ratio):
-    """ "Ours": the tensor operations alone that compare, validate and write."""
-    stock, again = buffers(batch)[1:3]
-    sampler = PrioritizedSampler(CAPACITY, **PER)
-    sampler.update_priority(torch.arange(CAPACITY), torch.ones(CAPACITY))
-    stamps = torch.zeros(CAPACITY, dtype=torch.int64)
-    index = torch.randint(0, CAPACITY, (batch,))
-    generation = torch.zeros(batch, dtype=torch.int64)
-    priority = torch.rand(batch) + 0.1
-
-    def bare():
-        low, high = torch.aminmax(priority)
-        assert 0 <= low.item() <= high.item() < 2
-        assert (stamps.index_select(0, index) == generation).all().item()
-        leaves = (priority + sampler._eps).pow_(sampler._alpha)
-        sampler._sum_tree[index] = leaves
-        sampler._min_tree[index] = leaves
-
-    record_ratio(
-        *alternate(
-            bare,
-            lambda: stock.update_priority(index, priority),
-            lambda: again.update_priority(index, priority),
-        )
-    )

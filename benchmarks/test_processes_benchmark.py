@@ -1,21 +1,22 @@
 """Four writer processes and an asynchronous learner, ours against stock with ``shared=True``.
 
-The sides take turns, half a second each, and medians are compared: learner steps (a sample and its
-update) per second, ours conditional, stock raw.
+A turn is half a second of learner steps, a sample and its update each: ours conditional, stock raw.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import statistics
 import time
+from collections.abc import Callable
+from time import perf_counter
 
 import torch
 import torchrl.data
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage
 from torchrl.data.replay_buffers import generations
+from turns import take_turns
 
 CAPACITY = 10_000
 WRITERS = 4
@@ -57,20 +58,27 @@ def writers(rb):
                 process.kill()
 
 
-def learner_steps(rb, conditional: bool, seconds: float) -> float:
-    """Learner steps per second."""
-    steps, begun = 0, time.perf_counter()
-    while time.perf_counter() - begun < seconds:
-        sample = rb.sample()
-        priority = torch.rand(256) + 0.1
-        if conditional:
-            rb.update_priority_if_present(
-                index=sample["index"], generation=sample["index_generation"], priority=priority
-            )
-        else:
-            rb.update_priority(sample["index"], priority)
-        steps += 1
-    return steps / (time.perf_counter() - begun)
+def learner(rb, go, conditional: bool) -> Callable[[], float]:
+    """Returns a side: seconds per learner step while the writers write."""
+
+    def turn() -> float:
+        go.set()
+        steps, begun = 0, perf_counter()
+        while perf_counter() - begun < TURN_SECONDS:
+            sample = rb.sample()
+            priority = torch.rand(256) + 0.1
+            if conditional:
+                rb.update_priority_if_present(
+                    index=sample["index"], generation=sample["index_generation"], priority=priority
+                )
+            else:
+                rb.update_priority(sample["index"], priority)
+            steps += 1
+        seconds = perf_counter() - begun
+        go.clear()
+        return seconds / steps
+
+    return turn
 
 
 def test_learner_steps_with_four_writer_processes(record_ratio):
@@ -92,13 +100,5 @@ def test_learner_steps_with_four_writer_processes(record_ratio):
                 **kwargs,
             )
             rb.extend(records(CAPACITY))
-            sides.append((rb, running.enter_context(writers(rb)), bool(kwargs), []))
-        for round_ in range(ROUNDS + 1):
-            for turn in range(len(sides)):
-                rb, go, conditional, rates = sides[(turn + round_) % len(sides)]
-                go.set()
-                rate = learner_steps(rb, conditional, TURN_SECONDS)
-                go.clear()
-                if round_:
-                    rates.append(rate)
-    record_ratio(*(1 / statistics.median(rates) for _, _, _, rates in sides))
+            sides.append(learner(rb, running.enter_context(writers(rb)), bool(kwargs)))
+        record_ratio(*take_turns(*sides, rounds=ROUNDS))

@@ -979,9 +979,9 @@ def write_two_rows(rb):
     ("method", "make", "first"),
     [
         ("fork", LazyTensorStorage, "parent"),
-        ("spawn", LazyMemmapStorage, "parent"),
+        ("forkserver", LazyMemmapStorage, "parent"),
         ("fork", LazyMemmapStorage, "child"),
-        ("spawn", LazyTensorStorage, "child"),
+        ("forkserver", LazyTensorStorage, "child"),
     ],
 )
 def test_the_rows_that_another_process_writes_are_stale(method, make, first):

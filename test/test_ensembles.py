@@ -1162,7 +1162,7 @@ def write_to_second(ens, pipe):
     pipe.send((index.tolist(), sample["index_generation"].shape == (2, 4)))
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_process_that_writes_to_a_member_makes_the_learners_handles_stale(method):
     ens = ensemble(*members(storage=None, make=shareable), sample_from_all=True)
     ens.share()

@@ -30,7 +30,7 @@ from torchrl.data.utils import CloudpickleWrapper
 SLOTS = 64
 LATE = 4  # batches between a sample and its update
 PATIENCE = 30
-METHODS = ["spawn", "fork"]
+METHODS = ["forkserver", "fork"]
 
 
 def learner(storage, batch_size=16):
@@ -79,7 +79,7 @@ def assert_only_the_first_three_are_stale(rb, generation):
     assert max(leaves(rb)) == 24
 
 
-@pytest.mark.parametrize("method", [*METHODS, "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", *METHODS])
 @pytest.mark.parametrize("storage", [LazyMemmapStorage, LazyTensorStorage])
 def test_a_childs_writes_make_the_learners_handles_stale(method, storage):
     rb = learner(storage(CAPACITY), 8)
@@ -237,7 +237,6 @@ def run_writers(method, make, populated, shares, seconds, conditional=True):
 @pytest.mark.parametrize("shares", [0, 1, 2])
 @pytest.mark.parametrize("populated", [True, False], ids=["populated", "shared_init"])
 @pytest.mark.parametrize("make", [LazyMemmapStorage, LazyTensorStorage])
-@pytest.mark.parametrize("method", METHODS)
 class TestEveryWayToShare:
     def check(self, method, make, populated, shares, seconds):
         if (method, make, populated, shares) == ("fork", LazyTensorStorage, True, 0):
@@ -248,10 +247,12 @@ class TestEveryWayToShare:
         assert counts["misapplied"] == 0
         assert counts["falsely_stale"] == 0
 
+    @pytest.mark.parametrize("method", METHODS)
     def test_two_writer_processes(self, method, make, populated, shares):
         self.check(method, make, populated, shares, seconds=1)
 
     @pytest.mark.stress
+    @pytest.mark.parametrize("method", ["spawn", "fork"])
     def test_two_writer_processes_for_long(self, method, make, populated, shares):
         self.check(method, make, populated, shares, seconds=10)
 
@@ -262,8 +263,6 @@ def test_the_same_processes_put_priorities_on_other_records_with_update_priority
     assert counts["misapplied"] > 0
 
 
-@pytest.mark.parametrize("storage", ["memmap populated", "tensor shared_init"])
-@pytest.mark.parametrize("method", METHODS)
 class TestTorchRLsCollectors:
     def check(self, method, storage, seconds):
         script = Path(__file__).with_name("collect_and_learn.py")
@@ -276,10 +275,15 @@ class TestTorchRLsCollectors:
         assert counts["misapplied"] == 0
         assert counts["falsely_stale"] == 0
 
+    @pytest.mark.parametrize(
+        ("method", "storage"), [("spawn", "memmap populated"), ("fork", "tensor shared_init")]
+    )
     def test_two_collector_processes(self, method, storage):
         self.check(method, storage, seconds=1)
 
     @pytest.mark.stress
+    @pytest.mark.parametrize("storage", ["memmap populated", "tensor shared_init"])
+    @pytest.mark.parametrize("method", ["spawn", "fork"])
     def test_two_collector_processes_for_long(self, method, storage):
         self.check(method, storage, seconds=10)
 

@@ -28,7 +28,6 @@ from .checks import (
 )
 from .coordinates import checked_cells, priority_per_cell
 from .result import PriorityUpdateResult
-from .sampling import put_info
 from .slots import SlotGenerations
 from .state import SavedBuffer
 from .tally import Tally, stats_of
@@ -644,31 +643,6 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         return super().extend(
             tensordicts, update_priority=update_priority, return_generation=return_generation
         )
-
-    @_maybe_delay_init
-    def sample(
-        self,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        include_info: bool | None = None,
-    ) -> Any:
-        """Samples records; see :meth:`torchrl.data.TensorDictReplayBuffer.sample`."""
-        torchrls = super().sample
-        size = self._batch_size
-        with self._futures_lock:
-            waits_for_nothing = self._sample_dependency is None
-        if (
-            waits_for_nothing
-            and not (return_info or self._prefetch or self._service_shutdown)
-            and include_info is None
-            and size is not None
-            and (batch_size is None or batch_size == size)
-            and torchrls.__func__ is torchrl_buffers.TensorDictReplayBuffer.sample
-        ):
-            data, info = self._sample(size)
-            put_info(data, info, getattr(self._storage, "device", None))
-            return data
-        return torchrls(batch_size, return_info, include_info)
 
     # With ndim > 1, TorchRL's add() fails to label its record with coordinates, or with ndim > 2
     # takes the slots in them for the cells to give a priority to (update_tensordict_priority).

@@ -80,7 +80,6 @@ def checked_priority(
     device = sampler.device
     if values.dtype is not sampler.dtype or values.requires_grad or values.device != device:
         values = values.detach().to(device=device, dtype=sampler.dtype)
-    highest = 0.0
     if values.numel() == 1:
         values = values.reshape(())
     elif values.ndim and values.shape[0] == rows:
@@ -93,16 +92,20 @@ def checked_priority(
             "update_priority_if_present() needs one priority per record, or one for all: got "
             f"priority of shape {tuple(given.shape)} for {rows} records."
         )
-    if values.numel():
+    if not values.numel():
+        return values, 0.0
+    if not values.ndim:
+        lowest = highest = values.item()
+    else:
         low, high = torch.aminmax(values)
         lowest, highest = low.item(), high.item()
-        # Any NaN gives NaN, for which no comparison holds.
-        if not (lowest >= 0 and highest < torch.inf and _fits(lowest, highest, sampler)):
-            largest = torch.finfo(sampler.dtype).max / sampler.max_size
-            leaves = (values + sampler._eps).pow(sampler._alpha)
-            fits = (values >= 0) & values.isfinite() & (leaves > 0) & (leaves <= largest)
-            rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
-            _refuse_first(given, fits, rule)
+    # Any NaN gives NaN, for which no comparison holds.
+    if not (lowest >= 0 and highest < torch.inf and _fits(lowest, highest, sampler)):
+        largest = torch.finfo(sampler.dtype).max / sampler.max_size
+        leaves = (values + sampler._eps).pow(sampler._alpha)
+        fits = (values >= 0) & values.isfinite() & (leaves > 0) & (leaves <= largest)
+        rule = f"finite, not negative, and (p + eps) ** alpha above 0 and at most {largest:.4g}"
+        _refuse_first(given, fits, rule)
     return values, highest
 
 

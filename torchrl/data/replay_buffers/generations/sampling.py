@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, is_tensor_collection
 from tensordict.utils import expand_as_right, is_tensorclass
+from torch.utils._pytree import tree_map
 from torchrl.data.replay_buffers import (
     PrioritizedSampler,
     PromptGroupSampler,
@@ -65,18 +66,34 @@ def unmask_leaves(sampler: PrioritizedSampler) -> None:
     sampler._sum_tree[slots[written]] = leaves[written]
 
 
-def put_info(data: Any, info: dict[Any, Any], device: torch.device | None) -> None:
-    """Puts what a sampler tells of a sample, such as its index, into the sampled records.
+def info_on(device: torch.device | None, info: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns what a sampler tells of a sample, such as its index, on the device of the storage.
 
-    TorchRL's ``sample`` does so after a pass through PyTree and with a check of each entry, which
-    together take as long as half of the reading of 256 records.
+    TorchRL's ``sample`` passes it through PyTree, which takes as long as to read 100 records.
+    """
+    if device is None:
+        return info
+    if not isinstance(info, dict):  # an ensemble's is a tensordict
+        return _on(device, info)
+    return {key: _on(device, value) for key, value in info.items()}
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if value.device == device else value.to(device)
+    return tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, value)
+
+
+def put_info(data: Any, info: dict[Any, Any]) -> None:
+    """Puts what a sampler tells of a sample into the sampled records.
+
+    TorchRL's ``sample`` has each entry checked by the tensordict.
 
     Args:
         data (TensorDictBase): the records, ``[batch]`` or of more dimensions. A tensorclass has no
             room for more, and stays as it is.
         info (dict): index, stamps, weights: entries that begin with the dimensions of the records,
             or are expanded to them.
-        device (torch.device or None): of the storage; where ``data`` has none, entries go there.
 
     Raises:
         RuntimeError: for records that are no tensordict, or have another number of rows.
@@ -85,8 +102,7 @@ def put_info(data: Any, info: dict[Any, Any], device: torch.device | None) -> No
         raise RuntimeError(f"sample() needs records in a tensordict: got {type(data).__name__}.")
     if is_tensorclass(data):
         return
-    device = data.device or device
-    shape, plain = data.batch_size, type(data) is TensorDict
+    device, shape, plain = data.device, data.batch_size, type(data) is TensorDict
     with data.unlock_() if data.is_locked else contextlib.nullcontext():
         for key, value in info.items():
             if key == "index" and isinstance(value, tuple):

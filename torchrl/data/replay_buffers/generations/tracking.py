@@ -32,7 +32,7 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
 from .index import names_field, slots_written
-from .sampling import check_dimensions, unmask_leaves
+from .sampling import check_dimensions, info_on, put_info, unmask_leaves
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tally import Tally
 from .tree import keeps_default, write_default
@@ -469,6 +469,34 @@ class TrackingBuffer(_Buffer):
             self._seen = None
 
     # ------------------------------------------------------------------ sampling
+
+    @_maybe_delay_init
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Samples records; see the method of the same name of the TorchRL class."""
+        torchrls = super().sample
+        function = getattr(torchrls, "__func__", None)  # a user's own is left as it is
+        into_data = function is torchrl_buffers.TensorDictReplayBuffer.sample
+        alone = into_data or function is torchrl_buffers.ReplayBuffer.sample
+        size = self._batch_size
+        with self._futures_lock:
+            at_once = not self._prefetch and self._sample_dependency is None
+        if (
+            not (alone and at_once)
+            or size is None
+            or batch_size not in (None, size)
+            or self._service_shutdown
+            or args
+            or kwargs
+        ):
+            return torchrls(batch_size, return_info, *args, **kwargs)
+        data, info = self._sample(size)
+        if into_data or return_info:
+            info = info_on(getattr(self._storage, "device", None), info)
+        if into_data:
+            put_info(data, info)
+        return (data, info) if return_info else data
 
     def _sample(self, batch_size: int) -> tuple[Any, dict[str, Any]]:
         sampler = self._sampler

@@ -40,10 +40,10 @@ def write_priority(
         sampler.update_priority(slots, priority, storage=storage)
         return
     known = _highest(sampler)
-    if highest > known:
+    # The highest of all may not be among those that are written.
+    if highest > known and priority.max().item() > known:
         top, row = priority.max(dim=0)
-        if top > known:
-            sampler._max_priority = (top, slots[row])
+        sampler._max_priority = (top, slots[row])
     leaves = _leaves(sampler, priority)
     _set(sampler, slots, leaves if leaves.ndim else leaves.item())
 
