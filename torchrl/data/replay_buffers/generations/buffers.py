@@ -7,6 +7,7 @@ and uses the table's lock as its write lock. On a storage without a table every 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -585,13 +586,24 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         self._guard_priorities = guard_priorities
         super().__init__(*args, **kwargs)
 
+    def _init(self) -> None:
+        was_initialized = self._initialized
+        super()._init()
+        unstamped = not self._writer.tracks_generations and self._priority_sampler is not None
+        if self._guard_priorities and unstamped and not was_initialized:
+            warnings.warn(
+                "guard_priorities=True guards nothing without stamps: "
+                f"update_tensordict_priority() writes by slot. {ENABLE_TRACKING}",
+                stacklevel=2,
+            )
+
     @_maybe_delay_init
     def update_tensordict_priority(self, data: TensorDictBase) -> PriorityUpdateResult | None:
         """Writes the priorities of a sample by slot; see TorchRL's method of the same name.
 
         With ``guard_priorities=True`` it is :meth:`update_tensordict_priority_if_present`, so that
-        code which knows nothing of stamps is safe. If the buffer does not track, or its sampler has
-        no priorities, it writes by slot all the same, or nothing.
+        code which knows nothing of stamps is safe. If the buffer does not track, of which its
+        construction warns, it writes by slot all the same; without priorities, nothing.
 
         Args:
             data (TensorDictBase): a sample of this buffer.

@@ -198,9 +198,12 @@ class GuardedBuffer(ConditionalPriorityUpdates):
         super().__setstate__(state)
         report.received(self)
 
+    def _give_up_tracking(self) -> None:
+        self._track_generations = self._guard_priorities = False
+
     def _check_tracks(self, writer: Any) -> None:
         if not (self._asked_to_track or writer.tracks_generations):
-            self._track_generations = False  # a writer without stamps is the script's choice
+            self._give_up_tracking()  # a writer without stamps is the script's choice
         super()._check_tracks(writer)
 
     def _maybe_make_writer(self, writer: Any) -> Writer:
@@ -216,7 +219,7 @@ class GuardedBuffer(ConditionalPriorityUpdates):
             # These parts can't be tracked together, which the script did not ask for.
             if self._asked_to_track or getattr(given, "_asked_to_track", False):
                 raise
-            self._track_generations = False
+            self._give_up_tracking()
             if isinstance(given, TensorDictMaxValueWriter):
                 given.tracks_generations = False
             elif given is not None:

@@ -471,19 +471,33 @@ class TrackingBuffer(_Buffer):
     # ------------------------------------------------------------------ sampling
 
     @_maybe_delay_init
-    def sample(
-        self, batch_size: int | None = None, return_info: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Samples records; see the method of the same name of the TorchRL class."""
         torchrls = super().sample
-        function = getattr(torchrls, "__func__", None)  # a user's own is left as it is
-        into_data = function is torchrl_buffers.TensorDictReplayBuffer.sample
-        alone = into_data or function is torchrl_buffers.ReplayBuffer.sample
+        if self._table is None or is_compiling():
+            return torchrls(*args, **kwargs)
+        function = getattr(torchrls, "__func__", None)
+        if function is torchrl_buffers.TensorDictReplayBuffer.sample:
+            return self._sample_at_once(torchrls, True, *args, **kwargs)
+        if function is torchrl_buffers.ReplayBuffer.sample:
+            return self._sample_at_once(torchrls, False, *args, **kwargs)
+        return torchrls(*args, **kwargs)  # a user's own, which may do anything
+
+    def _sample_at_once(
+        self,
+        torchrls: Callable[..., Any],
+        into_data: bool,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Samples here and now, or the TorchRL way if there is more to it than that."""
         size = self._batch_size
         with self._futures_lock:
-            at_once = not self._prefetch and self._sample_dependency is None
+            is_free = self._sample_dependency is None and not self._prefetch
         if (
-            not (alone and at_once)
+            not is_free
             or size is None
             or batch_size not in (None, size)
             or self._service_shutdown
