@@ -47,20 +47,32 @@ def wheel(checkout, tmp_path_factory):
     return wheel
 
 
-@pytest.fixture
-def site_packages(tmp_path):
+def new_environment(folder: Path) -> Path:
     """The packages of a new environment that has TorchRL but not this project.
 
     TorchRL's tree is a copy, since an install writes into it. Everything else is linked.
     """
-    venv.create(tmp_path / "environment")
-    (site_packages,) = tmp_path.glob("environment/lib/python*/site-packages")
+    venv.create(folder)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
     for path in TORCHRL.parent.iterdir():
         ours = path.name.startswith(("torchrl_generations", "__editable__"))
         if not ours and path not in (TORCHRL, TORCHRL.parent / "__pycache__"):
             (site_packages / path.name).symlink_to(path)
     ignored = shutil.ignore_patterns("generations")
     shutil.copytree(TORCHRL, site_packages / "torchrl", ignore=ignored)
+    return site_packages
+
+
+@pytest.fixture
+def site_packages(tmp_path):
+    return new_environment(tmp_path / "environment")
+
+
+@pytest.fixture(scope="module")
+def with_wheel(wheel, tmp_path_factory):
+    """The packages of an environment that has the wheel."""
+    site_packages = new_environment(tmp_path_factory.mktemp("with_wheel") / "environment")
+    pip("install", wheel, cwd=site_packages, python=python_of(site_packages))
     return site_packages
 
 
@@ -82,10 +94,9 @@ def test_wheel_holds_our_package_only(wheel, checkout):
     assert held == modules | {f"{PACKAGE}/py.typed"}
 
 
-def test_wheel_imports_from_anywhere(wheel, site_packages, checkout, tmp_path):
-    pip("install", wheel, cwd=tmp_path, python=python_of(site_packages))
+def test_wheel_imports_from_anywhere(with_wheel, checkout, tmp_path):
     for cwd in (checkout, tmp_path):
-        assert imported_from(site_packages, cwd) == site_packages / PACKAGE
+        assert imported_from(with_wheel, cwd) == with_wheel / PACKAGE
 
 
 def test_editable_install_imports_from_anywhere(site_packages, checkout, tmp_path):
@@ -101,7 +112,7 @@ def test_folder_linked_into_torchrl_imports_from_anywhere(site_packages, checkou
 
 
 def test_sdist_brings_the_tests_and_they_pass_on_the_installed_wheel(
-    wheel, site_packages, checkout, tmp_path
+    with_wheel, checkout, tmp_path
 ):
     program = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
     name = run(sys.executable, "-c", program, cwd=checkout).splitlines()[-1]
@@ -114,10 +125,9 @@ def test_sdist_brings_the_tests_and_they_pass_on_the_installed_wheel(
             if path.is_file() and not left_out & set(path.relative_to(checkout).parts):
                 assert (unpacked / path.relative_to(checkout)).exists(), path
     shutil.rmtree(unpacked / "torchrl")  # so that nothing but the wheel can be tested
-    pip("install", wheel, cwd=tmp_path, python=python_of(site_packages))
 
     tests = [f"test/test_{name}.py" for name in ("result", "tree", "lock")]
-    printed = run(python_of(site_packages), "-m", "pytest", "-q", *tests, cwd=unpacked)
+    printed = run(python_of(with_wheel), "-m", "pytest", "-q", *tests, cwd=unpacked)
 
     assert " passed" in printed
-    assert imported_from(site_packages, unpacked) == site_packages / PACKAGE
+    assert imported_from(with_wheel, unpacked) == with_wheel / PACKAGE
