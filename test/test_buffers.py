@@ -265,6 +265,11 @@ def test_numbers_of_handles_stamps_and_priorities_must_agree():
     refused(rb, ValueError, rule, **three, priority=[1.0, 2.0])
     refused(rb, ValueError, r"shape \(0,\) for 3 records", **three, priority=[])
     refused(rb, ValueError, r"shape \(2, 3\) for 3 records", **three, priority=torch.ones(2, 3))
+    refused(rb, ValueError, r"shape \(3, 0\) for 3 records", **three, priority=torch.ones(3, 0))
+    one = {"index": [0], "generation": [0]}
+    refused(rb, ValueError, r"shape \(1, 0\) for 1 records", **one, priority=[[]])
+    sparse = torch.ones(3).to_sparse()
+    refused(rb, TypeError, "dense tensor: got layout torch.sparse_coo", **three, priority=sparse)
     two_dimensional = (torch.tensor([0]), torch.tensor([1]))
     rule = "a tuple of 2 for a one-dimensional storage"
     refused(rb, ValueError, rule, index=two_dimensional, generation=[0], priority=1.0)
@@ -288,6 +293,36 @@ def test_a_priority_that_would_break_the_tree_is_refused_in_any_row_live_or_stal
         generation=generation,
         priority=priority,
     )
+
+
+def test_a_python_number_keeps_its_digits_in_a_tree_of_float64():
+    sampler = PrioritizedSampler(CAPACITY, **PER, dtype=torch.float64)
+    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), sampler=sampler, track_generations=True)
+    index, generation = rb.extend(torch.arange(2), return_generation=True)
+    result = rb.update_priority_if_present(index=index, generation=generation, priority=[1e39, 0.1])
+    assert result.num_updated == 2
+    assert sampler._sum_tree[index].tolist() == [1e39, 0.1]
+
+
+TOO_SMALL = "a leaf for every slot: got max_capacity=4 for a storage of 6 slots"
+
+
+def test_a_tree_smaller_than_the_records_of_a_list_without_an_end_is_refused():
+    def of(leaves):
+        sampler = PrioritizedSampler(leaves, **PER)
+        return ReplayBuffer(storage=ListStorage(), sampler=sampler, track_generations=True)
+
+    rb, other = of(9), of(4)
+    index, generation = rb.extend(list(torch.arange(6.0)), return_generation=True)
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        ReplayBuffer(storage=rb.storage, sampler=PrioritizedSampler(4, **PER))
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        rb.set_sampler(PrioritizedSampler(4, **PER))
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        other.set_storage(rb.storage)
+    rb.extend(list(torch.arange(3.0)))  # up to its own tree's last leaf
+    held = {"index": index, "generation": generation}
+    assert rb.update_priority_if_present(**held, priority=2.0).num_updated == 6
 
 
 def test_the_first_bad_row_is_named_and_a_single_priority_has_no_row():

@@ -531,3 +531,24 @@ def test_the_files_of_a_copy_go_with_it():
     gc.collect()
     assert not folder.exists()
     assert rb[:]["id"].tolist() == list(range(8))
+
+
+def test_a_checkpoint_without_priorities_is_refused_by_a_buffer_with(checkpoint):
+    without = TensorDictReplayBuffer(storage=LazyTensorStorage(CAPACITY), track_generations=True)
+    without.extend(ids(range(5)))
+    load = checkpoint(without)
+    rb = td_buffer()
+    held = handles(rb)
+    with pytest.raises(ValueError, match="no priorities: this buffer has a PrioritizedSampler"):
+        load(rb)
+    assert rb[:]["id"].tolist() == list(range(8))
+    assert rb.update_priority_if_present(**held, priority=2.0).num_updated == 8
+
+
+def test_more_records_than_a_list_and_its_tree_hold_are_refused():
+    of = torchrl.data.TensorDictReplayBuffer(storage=ListStorage())
+    of.extend(ids(range(12)))
+    rb = td_buffer(0, storage=ListStorage(10), sync=False)
+    with pytest.raises(ValueError, match="has records for 12 slots: this buffer has 10"):
+        rb.load_state_dict(of.state_dict())
+    assert len(rb) == 0

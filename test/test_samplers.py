@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from functools import partial
 
@@ -25,6 +26,7 @@ from torchrl.data.replay_buffers import (
     StreamingSliceSampler,
 )
 from torchrl.data.replay_buffers.generations import (
+    ConditionalPriorityUpdates,
     ReplayBuffer,
     SlotGenerations,
     TensorDictReplayBuffer,
@@ -336,6 +338,11 @@ def made_up(kind):
     elif kind == "rows":
         records = TensorDict({"id": torch.arange(6).view(3, 2)}, [3, 2])
         info = {"index": torch.arange(3), "of_all": np.arange(3), ("next", "mask"): [True] * 3}
+    elif kind == "one":
+        records, info = (
+            TensorDict({"id": torch.arange(3).view(3, 1)}, [3, 1]),
+            {"at": torch.ones(1)},
+        )
     elif kind == "locked":
         records = records.lock_()
     elif kind == "device":
@@ -351,7 +358,7 @@ def made_up(kind):
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "dimensions", "rows", "locked", "device", "stacked", "tensorclass"],
+    ["plain", "dimensions", "rows", "one", "locked", "device", "stacked", "tensorclass"],
 )
 def test_a_sample_is_what_torchrls_own_method_makes_of_it(kind, monkeypatch):
     rb = td_rb(RandomSampler())
@@ -366,7 +373,7 @@ def test_a_sample_is_what_torchrls_own_method_makes_of_it(kind, monkeypatch):
     assert ours.is_locked == theirs.is_locked == (kind == "locked")
     assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
     assert (ours == theirs).all()
-    if kind != "tensorclass":
+    if kind not in ("tensorclass", "one"):
         assert {"index", "id"} <= set(ours.keys())
 
 
@@ -388,19 +395,87 @@ class Labelled(torchrl.data.TensorDictReplayBuffer):
         return data, {**info, "by_info": torch.ones(batch_size)}
 
 
-class LabelledOurs(TensorDictReplayBuffer, Labelled):
+class Annealed(torchrl.data.TensorDictReplayBuffer):
+    """The same with arguments in another order."""
+
+    def sample(self, batch_size=None, beta=None, return_info=False):
+        assert beta is None
+        return super().sample(batch_size, return_info=return_info)
+
+
+class Marked(torchrl.data.ReplayBuffer):
+    """A user's buffer below TorchRL's tensordict buffer."""
+
+    def sample(self, batch_size=None, return_info=False):
+        data, info = super().sample(batch_size, return_info=True)
+        info["by_sample"] = torch.ones_like(info["index"])
+        return (data, info) if return_info else data
+
+
+class MarkedTensorDict(torchrl.data.TensorDictReplayBuffer, Marked):
     pass
 
 
-def test_what_a_users_buffer_adds_to_a_sample_is_in_it():
-    rb = LabelledOurs(storage=LazyTensorStorage(8), batch_size=4, track_generations=True)
+def on_ours(users, first=ConditionalPriorityUpdates):
+    cls = type("OnOurs", (first, users), {})
+    rb = cls(storage=LazyTensorStorage(8), batch_size=4, track_generations=True)
     rb.extend(ids(range(8)))
-    assert {"by_sample", "by_info", "index_generation"} <= set(rb.sample().keys())
+    return rb
+
+
+@pytest.mark.parametrize(
+    ("users", "first", "adds"),
+    [
+        (Labelled, TensorDictReplayBuffer, {"by_sample", "by_info"}),
+        (Labelled, ConditionalPriorityUpdates, {"by_sample", "by_info"}),
+        (Annealed, ConditionalPriorityUpdates, set()),
+        (Marked, TensorDictReplayBuffer, {"by_sample"}),
+        (MarkedTensorDict, ConditionalPriorityUpdates, {"by_sample"}),
+    ],
+)
+def test_what_a_users_buffer_does_in_sample_is_done(users, first, adds):
+    rb = on_ours(users, first)
+    for sample in (rb.sample(), rb.sample(4), rb.sample(batch_size=4)):
+        assert {"index_generation", *adds} <= set(sample.keys())
+
+
+@pytest.mark.parametrize("cls", [torchrl.data.ReplayBuffer, torchrl.data.TensorDictReplayBuffer])
+def test_a_patch_of_torchrls_sample_is_called(cls, monkeypatch):
+    rb, calls, torchrls = td_rb(RandomSampler()), [], cls.sample
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return torchrls(*args, **kwargs)
+
+    monkeypatch.setattr(cls, "sample", counted)
+    assert "index_generation" in rb.sample().keys()  # noqa: SIM118
+    assert len(calls) == 1
+
+
+def test_sample_has_the_arguments_of_torchrls():
+    rb = td_rb(RandomSampler())
+    expected = inspect.signature(torchrl.data.TensorDictReplayBuffer.sample)
+    assert inspect.signature(TensorDictReplayBuffer.sample) == expected
+    assert len(rb.sample(batch_size=4)) == len(rb.sample(4, False)) == 4
+    with pytest.warns(UserWarning, match="conflicting batch_sizes"):
+        assert len(rb.sample(2)) == 2
+    with pytest.raises(TypeError, match="multiple values for argument 'batch_size'"):
+        rb.sample(4, batch_size=4)
+    with pytest.warns(UserWarning, match="include_info"):
+        assert "index_generation" not in rb.sample(include_info=False).keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize("value", [None, torch.arange(3)])
+def test_an_info_that_does_not_go_with_the_records_is_refused_with_its_name(value, monkeypatch):
+    rb = td_rb(RandomSampler())
+    monkeypatch.setattr(rb, "_sample", lambda size: (ids(range(4)), {"odd": value}))
+    with pytest.raises(RuntimeError, match=r"'odd'.* for records of batch size \[4\]"):
+        rb.sample()
 
 
 def test_a_transform_that_changes_the_number_of_records_is_refused_at_the_sample():
     rb = td_rb(WITH_PRIORITIES["prioritized"](), transform=lambda td: td.reshape(2, 2))
-    with pytest.raises(RuntimeError, match=r"batch size \[2, 2\] and .* of shape \[4\]"):
+    with pytest.raises(RuntimeError, match=r"batch size \[2, 2\]"):
         rb.sample()
 
 

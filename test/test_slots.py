@@ -316,3 +316,14 @@ def test_the_counters_of_a_table_can_be_used_up_and_say_so():
     table.stamps.fill_(2**62)
     with pytest.raises(OverflowError, match="used up"):
         table.retire()
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_a_stamp_of_minus_one_is_stale_whatever_came_behind_the_buffers_back(slots):
+    rb = buffer(0, storage=LazyTensorStorage(slots))
+    rb.extend(torch.arange(3.0))
+    rb.storage.set(torch.tensor([3]), torch.tensor([9.0]))  # fills a ring of 4
+    held = {"index": torch.tensor([3]), "generation": torch.tensor([-1])}
+    assert rb._table.is_live(**held).tolist() == [False]
+    assert rb.update_priority_if_present(**held, priority=7.0).num_updated == 0
+    assert rb._table.of(3) == (0 if slots == 4 else -1)

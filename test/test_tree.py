@@ -139,6 +139,27 @@ def test_a_default_stays_where_no_priority_exceeds_it():
     assert not keeps_default(sampler(Doubling), 0.0)
 
 
+def test_leaves_that_the_trees_do_not_take_leave_the_default_priority_alone():
+    of, where = sampler(), storage()
+    write_priority(of, torch.arange(3), torch.ones(3), 1.0, where)
+
+    def loss(weight):
+        priority = weight * torch.ones(3)
+        write_priority(of, torch.arange(3), priority, 9.0, where)
+        return priority.sum()
+
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.func.grad(loss)(torch.tensor(9.0))
+    assert of._max_priority[0] == 1
+
+
+def test_an_exponent_that_is_learned_is_read_as_a_number():
+    of, where = sampler(), storage()
+    of.alpha = torch.nn.Parameter(torch.tensor(0.5))
+    write_priority(of, torch.arange(2), torch.tensor([4.0, 9.0]), 9.0, where)
+    assert of._sum_tree[torch.arange(2)].tolist() == [2, 3]
+
+
 def test_its_private_torchrl_names_are_there():
     """A new TorchRL version that drops one must fail here first."""
     of = sampler()

@@ -82,7 +82,7 @@ def checked_priority(
         values = values.detach().to(device=device, dtype=sampler.dtype)
     if values.numel() == 1:
         values = values.reshape(())
-    elif values.ndim and values.shape[0] == rows:
+    elif values.ndim and values.shape[0] == rows and (values.numel() or not rows):
         if values.ndim > 1:
             values = values.reshape(rows, values[0].numel() if rows else 1)
             _refuse_first(given, values.isfinite().all(1), "finite")
@@ -134,10 +134,18 @@ def _fits(lowest: float, highest: float, sampler: PrioritizedSampler) -> bool:
 
 def numbers(priority: Any) -> torch.Tensor:
     """Returns priorities as a tensor of their own dtype and shape, which is real."""
-    if isinstance(priority, torch.Tensor) and priority.is_floating_point():
+    is_tensor = isinstance(priority, torch.Tensor)
+    if is_tensor and priority.layout is not torch.strided:
+        raise TypeError(
+            "update_priority_if_present(): priority must be a dense tensor: got layout "
+            f"{priority.layout}."
+        )
+    if is_tensor and priority.is_floating_point():
         return priority
     try:
         given = torch.as_tensor(native_array(priority))
+        if given.is_floating_point() and not hasattr(priority, "dtype"):  # Python's own floats
+            given = torch.as_tensor(priority, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as err:
         raise TypeError(
             f"update_priority_if_present(): priority must be numbers: got {priority!r}."
@@ -159,18 +167,36 @@ def _refuse_first(given: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
     raise ValueError(f"update_priority_if_present(): {where} must be {rule}: got {came}.")
 
 
-def check_fits(storage: Storage, sampler: PrioritizedSampler | None, state: dict[str, Any]) -> None:
+def check_fits(
+    storage: Storage, sampler: Sampler, learner: Sampler | None, state: dict[str, Any]
+) -> None:
     """Makes sure that a buffer's state is of the buffer's own capacity.
+
+    Args:
+        storage (Storage): of the buffer.
+        sampler (Sampler): of the buffer.
+        learner (Sampler or None): the private one of an asynchronous learner, which begins anew
+            with a state that has none.
+        state (dict): of a buffer.
 
     Raises:
         ValueError: if not: TorchRL would fail halfway, or write past the end of its tree.
     """
-    learner = state.get("_learner")
-    tree = (learner["sampler"] if learner else state["_sampler"]).get("_sum_tree")
-    shape = _shape_of(state["_storage"].get("_storage"))
+    saved = state["_sampler"] if learner is None else (state.get("_learner") or {}).get("sampler")
+    sampler = learner or sampler
+    records = state["_storage"].get("_storage")
+    shape = _shape_of(records)
     _check_capacity(storage, shape, _slots_of(state["_writer"].get("_generation"), storage))
-    if tree is not None and sampler is not None and tree.size != sampler.max_size:
-        raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
+    slots = storage.max_size
+    if isinstance(sampler, PrioritizedSampler):
+        slots = min(slots, sampler.max_size)
+        if saved is not None and "_sum_tree" not in saved:
+            raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
+        tree = None if saved is None else saved["_sum_tree"]
+        if tree is not None and tree.size != sampler.max_size:
+            raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
+    if isinstance(records, list) and len(records) > slots:
+        raise ValueError(_OTHER_CAPACITY.format("records", len(records), slots))
 
 
 def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str = "") -> None:
@@ -184,7 +210,9 @@ def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str 
     saved = metadata.get("generation_shape")
     _check_capacity(storage, shape, saved[0] if saved and storage.max_size <= 2**20 else None)
     tree = path / "sampler" / member / "sampler_metadata.json"
-    if isinstance(sampler, PrioritizedSampler) and tree.exists():
+    if isinstance(sampler, PrioritizedSampler):
+        if not tree.exists():
+            raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
         slots = json.loads(tree.read_text()).get("_max_capacity")
         if slots is not None and int(slots) != sampler.max_size:
             raise ValueError(_OTHER_CAPACITY.format("priorities", int(slots), sampler.max_size))
@@ -193,6 +221,11 @@ def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str 
 _OTHER_CAPACITY = (
     "The checkpoint has {} for {} slots: this buffer has {}. Build the buffer with the capacity of "
     "the checkpoint."
+)
+
+_NO_PRIORITIES = (
+    "The checkpoint has no priorities: this buffer has a {}. Load it into a buffer without, and "
+    "give that one the sampler with set_sampler()."
 )
 
 

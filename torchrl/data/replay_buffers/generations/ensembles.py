@@ -563,7 +563,8 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         learners = state_dict.get("_learners", [None] * len(self._rbs))
         for i, rb in enumerate(self._rbs):
             parts = {part: state_dict[part][str(i)] for part in ("_storage", "_sampler", "_writer")}
-            check_fits(rb._storage, rb._priority_sampler, {**parts, "_learner": learners[i]})
+            state = {**parts, "_learner": learners[i]}
+            check_fits(rb._storage, rb._sampler, rb._learner_sampler, state)
             check_ranks(rb._writer, parts["_writer"])
         with self._restoring_members():
             super().load_state_dict(state_dict)
@@ -602,7 +603,7 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         self._check_count(len(ran_on))
         for i, rb in enumerate(self._rbs):
             if rb._table is not None:
-                check_dump_fits(rb._storage, rb._learner_sampler or rb._sampler, path, str(i))
+                check_dump_fits(rb._storage, rb._sampler, path, str(i))
                 check_ranks(rb._writer, path / "writer" / str(i))
         with self._restoring_members():
             for rb in self._members:

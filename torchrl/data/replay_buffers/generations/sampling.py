@@ -73,7 +73,7 @@ def info_on(device: torch.device | None, info: dict[Any, Any]) -> dict[Any, Any]
     """
     if device is None:
         return info
-    if not isinstance(info, dict):  # an ensemble's is a tensordict
+    if type(info) is not dict:  # an ensemble's is a tensordict
         return _on(device, info)
     return {key: _on(device, value) for key, value in info.items()}
 
@@ -96,7 +96,7 @@ def put_info(data: Any, info: dict[Any, Any]) -> None:
             or are expanded to them.
 
     Raises:
-        RuntimeError: for records that are no tensordict, or have another number of rows.
+        RuntimeError: for records that are no tensordict, or an entry that does not go with them.
     """
     if not is_tensor_collection(data):
         raise RuntimeError(f"sample() needs records in a tensordict: got {type(data).__name__}.")
@@ -105,22 +105,22 @@ def put_info(data: Any, info: dict[Any, Any]) -> None:
     device, shape, plain = data.device, data.batch_size, type(data) is TensorDict
     with data.unlock_() if data.is_locked else contextlib.nullcontext():
         for key, value in info.items():
-            if key == "index" and isinstance(value, tuple):
-                value = torch.stack(value, -1)
-            elif not isinstance(value, torch.Tensor):
-                value = torch.as_tensor(value)
-            if device is not None and value.device != device:
-                value = value.to(device)
-            if value.shape[: len(shape)] != shape[: value.ndim]:
+            try:
+                if key == "index" and isinstance(value, tuple):
+                    value = torch.stack(value, -1)
+                elif not isinstance(value, torch.Tensor):
+                    value = torch.as_tensor(value)
+                if device is not None and value.device != device:
+                    value = value.to(device)
+                if value.ndim < len(shape):
+                    value = expand_as_right(value, data)
+                if plain and isinstance(key, str) and value.shape[: len(shape)] == shape:
+                    data._set_str(key, value, inplace=False, validated=True)
+                else:
+                    data.set(key, value)
+            except RuntimeError as err:
                 raise RuntimeError(
-                    f"sample() needs records of the batch size of their {key!r}: got records of "
-                    f"batch size {list(shape)} and {key!r} of shape {list(value.shape)}. A "
-                    "transform may have changed it; ReplayBuffer.sample(return_info=True) gives "
-                    "both apart."
-                )
-            if value.ndim < len(shape):
-                value = expand_as_right(value, data)
-            if plain and isinstance(key, str):
-                data._set_str(key, value, inplace=False, validated=True)
-            else:
-                data.set(key, value)
+                    f"sample() needs records that {key!r} goes with, and a transform may have "
+                    f"changed their shape: got {value!r} for records of batch size {list(shape)}. "
+                    "sample(return_info=True) of a ReplayBuffer gives both apart."
+                ) from err

@@ -112,6 +112,7 @@ class SlotGenerations(SharedState):
         if earlier is not None:
             self._stamps[: earlier.numel()] = earlier
         self._stamps[: self.length].clamp_(min=0)
+        self._all_stamped = False  # not looked yet whether each record of a full ring has a stamp
         setattr(storage, STAMPS_ATTRIBUTE, self._stamps)
         self.install_cells()
 
@@ -265,11 +266,21 @@ class SlotGenerations(SharedState):
         stamps = self.stamps
         if slots.ndim != 1 or not self.is_full() or not (slots.is_cpu and stamps.is_cpu):
             return None
+        if not self._all_stamped:
+            self._stamp_all()
         try:
             found = stamps.index_select(0, slots)
         except (IndexError, RuntimeError):  # out of range: the caller tells where
             return None
         return self._after_restore(slots, found)
+
+    def _stamp_all(self) -> None:
+        """Stamps the records of a full ring that came past every writer, as :meth:`attach` does."""
+        unstamped = self._stamps < 0
+        if bool(unstamped.any()):
+            self._stamps.masked_fill_(unstamped, self.base)
+            self._note_unknown()
+        self._all_stamped = True
 
     def is_traced(self) -> bool:
         """Whether this is a compiled region, which takes no lock and where nothing may branch.

@@ -8,6 +8,7 @@ checkpoints and copies, and ``buffers.py`` the conditional updates.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import threading
 import weakref
@@ -64,6 +65,10 @@ _WITH_OWN_TREE = (
     torchrl_buffers.PrioritizedReplayBuffer,
     torchrl_buffers.TensorDictPrioritizedReplayBuffer,
 )
+
+# TorchRL's own way to sample; see TrackingBuffer.sample().
+_INTO_DATA = torchrl_buffers.TensorDictReplayBuffer
+_SAMPLE_INTO_DATA, _SAMPLE = _INTO_DATA.sample, torchrl_buffers.ReplayBuffer.sample
 
 # The mix-in stands before a TorchRL buffer class, whose methods and attributes it works with.
 if TYPE_CHECKING:
@@ -265,13 +270,15 @@ class TrackingBuffer(_Buffer):
 
     def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
         """Refuses a tree without a leaf for every slot: the compiled one checks no bounds."""
-        if (
-            isinstance(sampler, PrioritizedSampler)
-            and sampler.max_size < storage.max_size < torch.iinfo(torch.int64).max
-        ):
+        if not isinstance(sampler, PrioritizedSampler):
+            return
+        slots = storage.max_size
+        if slots == torch.iinfo(torch.int64).max:  # a list without an end grows up to the tree's
+            slots = len(storage)
+        if sampler.max_size < slots:
             raise ValueError(
                 "A tracking buffer needs a priority sampler with a leaf for every slot: got "
-                f"max_capacity={sampler.max_size} for a storage of {storage.max_size} slots."
+                f"max_capacity={sampler.max_size} for a storage of {slots} slots."
             )
 
     def _check_processes(self, storage: Storage, sampler: Sampler) -> None:
@@ -290,6 +297,8 @@ class TrackingBuffer(_Buffer):
 
     def _initialize_prioritized_sampler(self) -> None:
         with self._write_lock:  # another buffer may be writing already
+            if self._table is not None:
+                self._check_tree(self._storage, self._priority_sampler)
             super()._initialize_prioritized_sampler()
 
     def mark_update(self, index: Any) -> None:
@@ -474,37 +483,22 @@ class TrackingBuffer(_Buffer):
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Samples records; see the method of the same name of the TorchRL class."""
         torchrls = super().sample
-        if self._table is None or is_compiling():
+        size = self._batch_size
+        if self._table is None or is_compiling() or size is None or self._service_shutdown:
+            return torchrls(*args, **kwargs)
+        try:
+            asked, return_info = _batch_size_and_return_info(*args, **kwargs)
+        except TypeError:
             return torchrls(*args, **kwargs)
         function = getattr(torchrls, "__func__", None)
-        if function is torchrl_buffers.TensorDictReplayBuffer.sample:
-            return self._sample_at_once(torchrls, True, *args, **kwargs)
-        if function is torchrl_buffers.ReplayBuffer.sample:
-            return self._sample_at_once(torchrls, False, *args, **kwargs)
-        return torchrls(*args, **kwargs)  # a user's own, which may do anything
-
-    def _sample_at_once(
-        self,
-        torchrls: Callable[..., Any],
-        into_data: bool,
-        batch_size: int | None = None,
-        return_info: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Samples here and now, or the TorchRL way if there is more to it than that."""
-        size = self._batch_size
+        into_data = function is _SAMPLE_INTO_DATA
+        if into_data:
+            function = getattr(super(_INTO_DATA, self).sample, "__func__", None)
         with self._futures_lock:
-            is_free = self._sample_dependency is None and not self._prefetch
-        if (
-            not is_free
-            or size is None
-            or batch_size not in (None, size)
-            or self._service_shutdown
-            or args
-            or kwargs
-        ):
-            return torchrls(batch_size, return_info, *args, **kwargs)
+            at_once = self._sample_dependency is None and not self._prefetch
+        # A user's sample() in between may do anything.
+        if function is not _SAMPLE or not at_once or asked not in (None, size):
+            return torchrls(*args, **kwargs)
         data, info = self._sample(size)
         if into_data or return_info:
             info = info_on(getattr(self._storage, "device", None), info)
@@ -709,6 +703,16 @@ class TrackingBuffer(_Buffer):
             sampler._empty()
         self._seen = None
         self._initialize_prioritized_sampler()
+
+
+# With include_info, which tensordict buffers alone take.
+TrackingBuffer.sample.__signature__ = inspect.signature(_SAMPLE_INTO_DATA)
+
+
+def _batch_size_and_return_info(
+    batch_size: int | None = None, return_info: bool = False
+) -> tuple[int | None, bool]:
+    return batch_size, return_info
 
 
 def _reset_in_child() -> None:

@@ -39,13 +39,13 @@ def write_priority(
     if not _is_plain(sampler):
         sampler.update_priority(slots, priority, storage=storage)
         return
+    leaves = _leaves(sampler, priority)
+    _set(sampler, slots, leaves if leaves.ndim else leaves.item())
     known = _highest(sampler)
-    # The highest of all may not be among those that are written.
+    # The highest of all may not be among those that were written.
     if highest > known and priority.max().item() > known:
         top, row = priority.max(dim=0)
         sampler._max_priority = (top, slots[row])
-    leaves = _leaves(sampler, priority)
-    _set(sampler, slots, leaves if leaves.ndim else leaves.item())
 
 
 def write_default(
@@ -103,7 +103,9 @@ def _set(sampler: PrioritizedSampler, slots: Any, leaves: torch.Tensor | float) 
     # The trees take arrays in half the time of tensors, but look at neither strides nor length.
     if isinstance(slots, torch.Tensor):
         slots = slots.contiguous().numpy()
-    values: Any = leaves.contiguous().numpy() if isinstance(leaves, torch.Tensor) else leaves
+    values: Any = leaves
+    if isinstance(leaves, torch.Tensor):
+        values = leaves.detach().contiguous().numpy()
     sampler._sum_tree[slots] = values
     sampler._min_tree[slots] = values
 
