@@ -325,6 +325,44 @@ def test_a_tree_smaller_than_the_records_of_a_list_without_an_end_is_refused():
     assert rb.update_priority_if_present(**held, priority=2.0).num_updated == 6
 
 
+def test_a_tree_that_was_there_before_the_table_is_checked_too():
+    storage = LazyTensorStorage(6)
+    small = [
+        cls(storage=storage, sampler=PrioritizedSampler(4, **PER))
+        for cls in (ReplayBuffer, torchrl.data.ReplayBuffer)
+    ]
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        ReplayBuffer(storage=storage, track_generations=True)
+    assert not hasattr(storage, "_slot_generations")
+    small[0].set_sampler(PrioritizedSampler(6, **PER))
+    del storage._attached_entities[1]  # TorchRL's, which adopt() brings back
+    rb = ReplayBuffer(storage=storage, track_generations=True)
+    storage.attach(small[1])
+    with pytest.raises(ValueError, match=TOO_SMALL):
+        rb._table.adopt(small[1])
+
+
+def test_a_larger_tree_takes_more_records_of_a_list_without_an_end():
+    sampler = PrioritizedSampler(4, **PER)
+    rb = ReplayBuffer(storage=ListStorage(), sampler=sampler, track_generations=True)
+    with pytest.raises(ValueError, match="holds 4 slots: got a record for slot 4"):
+        rb.extend(list(torch.arange(5.0)))
+    rb.set_sampler(PrioritizedSampler(6, **PER))
+    rb.extend(list(torch.arange(5.0)))
+    assert len(rb) == 5
+
+
+@pytest.mark.parametrize("write", ["extend", "add"])
+def test_a_torchrl_writer_writes_no_leaf_past_the_end_of_a_tree(write):
+    writer = torchrl.data.RoundRobinWriter(track_generations=True)
+    sampler = PrioritizedSampler(4, **PER)
+    rb = ReplayBuffer(storage=ListStorage(), sampler=sampler, writer=writer)
+    rb.extend(list(torch.arange(4.0)))
+    refused = pytest.raises(ValueError, match="holds 4 slots: got a record for slot 4")
+    with refused:
+        rb.add(torch.ones(())) if write == "add" else rb.extend([torch.ones(())])
+
+
 def test_the_first_bad_row_is_named_and_a_single_priority_has_no_row():
     rb = buffer()
     three = {"index": [0, 1, 2], "generation": [0, 0, 0]}

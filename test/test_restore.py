@@ -17,7 +17,13 @@ import pytest
 import torch
 import torchrl.data
 from common import CAPACITY, PER, buffer, handles, ids, leaves, stamps, td_buffer
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    PrioritizedSampler,
+    TensorStorage,
+)
 from torchrl.data.replay_buffers.generations import (
     ReplayBuffer,
     TensorDictReplayBuffer,
@@ -539,7 +545,7 @@ def test_a_checkpoint_without_priorities_is_refused_by_a_buffer_with(checkpoint)
     load = checkpoint(without)
     rb = td_buffer()
     held = handles(rb)
-    with pytest.raises(ValueError, match="no priorities: this buffer has a PrioritizedSampler"):
+    with pytest.raises(ValueError, match=r"no priorities for .* has a PrioritizedSampler"):
         load(rb)
     assert rb[:]["id"].tolist() == list(range(8))
     assert rb.update_priority_if_present(**held, priority=2.0).num_updated == 8
@@ -552,3 +558,64 @@ def test_more_records_than_a_list_and_its_tree_hold_are_refused():
     with pytest.raises(ValueError, match="has records for 12 slots: this buffer has 10"):
         rb.load_state_dict(of.state_dict())
     assert len(rb) == 0
+
+
+class Enveloped(PrioritizedSampler):
+    """A user's sampler that saves its state in a form of its own."""
+
+    def state_dict(self):
+        return {"envelope": super().state_dict()}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict["envelope"])
+
+
+def test_a_users_sampler_may_save_what_it_likes():
+    def with_envelope():
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(CAPACITY),
+            sampler=Enveloped(CAPACITY, **PER),
+            track_generations=True,
+        )
+
+    rb, fresh = with_envelope(), with_envelope()
+    rb.extend(ids(range(5)))
+    held = handles(rb, range(5))
+    rb.update_priority_if_present(**held, priority=3.0)
+    fresh.load_state_dict(rb.state_dict())
+    assert leaves(fresh)[:5] == [3] * 5
+    assert fresh.update_priority_if_present(**held, priority=2.0).num_updated == 5
+
+
+@pytest.mark.parametrize("leaves_of_tree", [8, 1023, 1500])
+def test_a_list_without_an_end_is_restored_under_a_tree_of_any_size(leaves_of_tree):
+    def endless():
+        return TensorDictReplayBuffer(
+            storage=ListStorage(),
+            sampler=PrioritizedSampler(leaves_of_tree, **PER),
+            track_generations=True,
+        )
+
+    rb, fresh = endless(), endless()
+    rb.extend(ids(range(5)))
+    held = handles(rb, range(5))
+    for to in (fresh, rb):
+        to.load_state_dict(copy.deepcopy(rb.state_dict()))
+        assert to.update_priority_if_present(**held, priority=2.0).num_updated == 5
+
+
+@pytest.mark.parametrize("by", ["dumps", "state_dict"])
+def test_a_learners_tree_of_another_size_is_refused_by_both_ways(by, tmp_path):
+    def learner(leaves_of_tree):
+        rb = td_buffer(0, sync=False)
+        rb.set_sampler(PrioritizedSampler(leaves_of_tree, **PER))
+        return rb
+
+    rb, other = learner(2 * CAPACITY), learner(CAPACITY)
+    rb.extend(ids(range(5)))
+    rb.sample(2)
+    other.extend(ids(range(3)))
+    state = rb.state_dict() if by == "state_dict" else rb.dumps(tmp_path / "dump")
+    with pytest.raises(ValueError, match="has priorities for 16 slots: this buffer has 8"):
+        other.load_state_dict(state) if by == "state_dict" else other.loads(tmp_path / "dump")
+    assert len(other) == 3

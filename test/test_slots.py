@@ -327,3 +327,16 @@ def test_a_stamp_of_minus_one_is_stale_whatever_came_behind_the_buffers_back(slo
     assert rb._table.is_live(**held).tolist() == [False]
     assert rb.update_priority_if_present(**held, priority=7.0).num_updated == 0
     assert rb._table.of(3) == (0 if slots == 4 else -1)
+
+
+def test_a_stamp_of_minus_one_stays_stale_after_a_restore():
+    rb = buffer(5)
+    state = copy.deepcopy(rb.state_dict())
+    rb.extend(torch.arange(3))
+    rb.sample(2)  # the ring is full, and every record has a stamp
+    rb.load_state_dict(state)
+    rb.storage.set(torch.arange(CAPACITY), torch.arange(CAPACITY))  # full again
+    table = rb._table
+    assert not table.is_live(torch.arange(CAPACITY), torch.full([CAPACITY], -1)).any()
+    slots = torch.arange(CAPACITY)
+    assert (table.of(slots.view(2, 4)) == table.of(slots).view(2, 4)).all()

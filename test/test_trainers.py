@@ -96,13 +96,14 @@ def test_without_the_guard_the_same_call_is_torchrls(sync):
 
 
 def test_a_guard_without_tracking_is_raw_and_says_so():
-    with pytest.warns(UserWarning, match="guards nothing without stamps: update_tensordict"):
-        rb = TensorDictPrioritizedReplayBuffer(
-            **PER, storage=LazyTensorStorage(CAPACITY), guard_priorities=True
-        )
+    rb = TensorDictPrioritizedReplayBuffer(
+        **PER, storage=LazyTensorStorage(CAPACITY), guard_priorities=True
+    )
     rb.extend(ids(range(CAPACITY)))
     sample = ids(range(CAPACITY), index=torch.arange(CAPACITY), td_error=torch.full([8], 9.0))
-    assert rb.update_tensordict_priority(sample) is None
+    with pytest.warns(UserWarning, match="guards nothing without stamps") as warned:
+        assert rb.update_tensordict_priority(sample) is None
+    assert warned[0].filename == __file__
     assert leaves(rb) == [9.0] * 8
 
 

@@ -586,24 +586,13 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
         self._guard_priorities = guard_priorities
         super().__init__(*args, **kwargs)
 
-    def _init(self) -> None:
-        was_initialized = self._initialized
-        super()._init()
-        unstamped = not self._writer.tracks_generations and self._priority_sampler is not None
-        if self._guard_priorities and unstamped and not was_initialized:
-            warnings.warn(
-                "guard_priorities=True guards nothing without stamps: "
-                f"update_tensordict_priority() writes by slot. {ENABLE_TRACKING}",
-                stacklevel=2,
-            )
-
     @_maybe_delay_init
     def update_tensordict_priority(self, data: TensorDictBase) -> PriorityUpdateResult | None:
         """Writes the priorities of a sample by slot; see TorchRL's method of the same name.
 
         With ``guard_priorities=True`` it is :meth:`update_tensordict_priority_if_present`, so that
-        code which knows nothing of stamps is safe. If the buffer does not track, of which its
-        construction warns, it writes by slot all the same; without priorities, nothing.
+        code which knows nothing of stamps is safe. If the buffer does not track, it warns
+        and writes by slot all the same; without priorities, it writes nothing.
 
         Args:
             data (TensorDictBase): a sample of this buffer.
@@ -633,8 +622,15 @@ class TensorDictReplayBuffer(ReplayBuffer, torchrl_buffers.TensorDictReplayBuffe
             >>> rb.update_tensordict_priority(sample).num_stale
             4
         """
-        if self._guard_priorities and self._guards_samples():
-            return self.update_tensordict_priority_if_present(data)
+        if self._guard_priorities:
+            if self._guards_samples():
+                return self.update_tensordict_priority_if_present(data)
+            if not self._writer.tracks_generations and self._priority_sampler is not None:
+                warnings.warn(
+                    "guard_priorities=True guards nothing without stamps: "
+                    f"update_tensordict_priority() writes by slot. {ENABLE_TRACKING}",
+                    stacklevel=3,  # TorchRL's decorator is in between
+                )
         grid = None if self._table is None else self._table.grid
         if grid is None or not self._writes_under_way:
             return super().update_tensordict_priority(data)

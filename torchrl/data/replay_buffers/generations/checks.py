@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torchrl.data.replay_buffers import (
     PrioritizedSampler,
+    PrioritizedSliceSampler,
     Sampler,
     Storage,
     TensorStorageCheckpointer,
@@ -190,9 +191,9 @@ def check_fits(
     slots = storage.max_size
     if isinstance(sampler, PrioritizedSampler):
         slots = min(slots, sampler.max_size)
-        if saved is not None and "_sum_tree" not in saved:
+        tree = None if saved is None else saved.get("_sum_tree")
+        if saved is not None and tree is None and _is_saved_by_torchrl(sampler):
             raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
-        tree = None if saved is None else saved["_sum_tree"]
         if tree is not None and tree.size != sampler.max_size:
             raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
     if isinstance(records, list) and len(records) > slots:
@@ -210,9 +211,10 @@ def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str 
     saved = metadata.get("generation_shape")
     _check_capacity(storage, shape, saved[0] if saved and storage.max_size <= 2**20 else None)
     tree = path / "sampler" / member / "sampler_metadata.json"
-    if isinstance(sampler, PrioritizedSampler):
-        if not tree.exists():
+    if isinstance(sampler, PrioritizedSampler) and not tree.exists():
+        if _is_saved_by_torchrl(sampler):
             raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
+    elif isinstance(sampler, PrioritizedSampler):
         slots = json.loads(tree.read_text()).get("_max_capacity")
         if slots is not None and int(slots) != sampler.max_size:
             raise ValueError(_OTHER_CAPACITY.format("priorities", int(slots), sampler.max_size))
@@ -224,9 +226,26 @@ _OTHER_CAPACITY = (
 )
 
 _NO_PRIORITIES = (
-    "The checkpoint has no priorities: this buffer has a {}. Load it into a buffer without, and "
-    "give that one the sampler with set_sampler()."
+    "The checkpoint has no priorities for a sampler of the buffer's own: this buffer has a {}. "
+    "Load it into a buffer that is built as the saved one was."
 )
+
+
+def _is_saved_by_torchrl(sampler: PrioritizedSampler) -> bool:
+    """Whether its state is what TorchRL's samplers save; a user's may save anything, or nothing."""
+    return type(sampler).load_state_dict in (
+        PrioritizedSampler.load_state_dict,
+        PrioritizedSliceSampler.load_state_dict,
+    )
+
+
+def check_learner_fits(sampler: Sampler | None, state: dict[str, Any] | None) -> None:
+    """Makes sure that the saved tree of an asynchronous learner has as many leaves as its own."""
+    tree = state["sampler"].get("_sum_tree") if state else None
+    if not isinstance(sampler, PrioritizedSampler) or tree is None:
+        return
+    if tree.size != sampler.max_size:
+        raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
 
 
 def _shape_of(records: Any) -> torch.Size | None:

@@ -30,7 +30,7 @@ from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
 from . import dumps
 from .buffers import ConditionalPriorityUpdates, ReplayBuffer
-from .checks import check_dump_fits, check_fits, numbers
+from .checks import check_dump_fits, check_fits, check_learner_fits, numbers
 from .index import integer_tensor
 from .lock import StorageLock
 from .max_value import check_ranks
@@ -563,8 +563,9 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         learners = state_dict.get("_learners", [None] * len(self._rbs))
         for i, rb in enumerate(self._rbs):
             parts = {part: state_dict[part][str(i)] for part in ("_storage", "_sampler", "_writer")}
-            state = {**parts, "_learner": learners[i]}
-            check_fits(rb._storage, rb._sampler, rb._learner_sampler, state)
+            # TorchRL's ensemble saves the sampler that has the tree, a learner's private one too.
+            check_fits(rb._storage, rb._priority_sampler or rb._sampler, None, parts)
+            check_learner_fits(rb._learner_sampler, learners[i])
             check_ranks(rb._writer, parts["_writer"])
         with self._restoring_members():
             super().load_state_dict(state_dict)
@@ -603,7 +604,8 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         self._check_count(len(ran_on))
         for i, rb in enumerate(self._rbs):
             if rb._table is not None:
-                check_dump_fits(rb._storage, rb._sampler, path, str(i))
+                check_dump_fits(rb._storage, rb._priority_sampler or rb._sampler, path, str(i))
+                check_learner_fits(rb._learner_sampler, ours.get("learners", [None] * (i + 1))[i])
                 check_ranks(rb._writer, path / "writer" / str(i))
         with self._restoring_members():
             for rb in self._members:

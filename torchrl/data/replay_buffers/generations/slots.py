@@ -42,6 +42,7 @@ from torchrl.data.replay_buffers import (
 from .coordinates import Grid, shape_of_records
 from .index import integer_tensor, slot_index
 from .sharing import BASE, SharedState
+from .tree import check_leaves, samplers_on
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.
@@ -112,7 +113,8 @@ class SlotGenerations(SharedState):
         if earlier is not None:
             self._stamps[: earlier.numel()] = earlier
         self._stamps[: self.length].clamp_(min=0)
-        self._all_stamped = False  # not looked yet whether each record of a full ring has a stamp
+        # The base at which each record of a full ring had a stamp. Guarded by the lock.
+        self._all_stamped_at: int | None = None
         setattr(storage, STAMPS_ATTRIBUTE, self._stamps)
         self.install_cells()
 
@@ -264,10 +266,12 @@ class SlotGenerations(SharedState):
         of range or on another device.
         """
         stamps = self.stamps
-        if slots.ndim != 1 or not self.is_full() or not (slots.is_cpu and stamps.is_cpu):
+        if not self.is_full() or not stamps.is_cpu:
             return None
-        if not self._all_stamped:
+        if self._all_stamped_at != self.base:  # a restore, here or in another process, draws one
             self._stamp_all()
+        if slots.ndim != 1 or not slots.is_cpu:
+            return None
         try:
             found = stamps.index_select(0, slots)
         except (IndexError, RuntimeError):  # out of range: the caller tells where
@@ -280,7 +284,7 @@ class SlotGenerations(SharedState):
         if bool(unstamped.any()):
             self._stamps.masked_fill_(unstamped, self.base)
             self._note_unknown()
-        self._all_stamped = True
+        self._all_stamped_at = self.base
 
     def is_traced(self) -> bool:
         """Whether this is a compiled region, which takes no lock and where nothing may branch.
@@ -487,13 +491,17 @@ class SlotGenerations(SharedState):
             buffer (torchrl.data.ReplayBuffer): a buffer on the storage of this table.
 
         Raises:
-            ValueError: if the buffer is on another storage.
+            ValueError: if the buffer is on another storage, or has a priority tree that is too
+                small for this one.
         """
         if buffer.storage is not self._storage:
             raise ValueError(
                 f"adopt() needs a buffer on the table's own storage: got {type(buffer).__name__} "
                 f"on another {type(buffer.storage).__name__}."
             )
+        check_leaves(self._storage)
+        with self.lock:
+            self.limit_to_trees()
         buffer._write_lock = buffer._replay_lock = self.lock
 
     def state_dict(self) -> dict[str, Any]:
@@ -561,19 +569,22 @@ class SlotGenerations(SharedState):
                 f"The checkpoint's stamps must be int64 of shape [slots], at most {self._capacity} "
                 f"of them: got {saved.dtype} of shape {tuple(saved.shape)}."
             )
+        if not self._fixed_size:  # such a table is longer than its records
+            written = (saved >= 0).nonzero()
+            saved = saved[: int(written.max()) + 1 if written.numel() else 0]
         stamps = self._stamps_up_to(saved.numel())
         padding = (0, stamps.numel() - saved.numel())
         return torch.nn.functional.pad(saved.to(stamps.device), padding, value=-1)
 
-    def limit_to_tree(self, slots: int) -> None:
-        """Refuses records past the first ``slots`` slots from now on.
+    def limit_to_trees(self) -> None:
+        """Refuses from now on records past the end of a priority tree over the storage.
 
-        A buffer calls it whose priority tree is smaller than its unbounded storage: the compiled
-        tree checks no bounds. With ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
+        A buffer calls it, under the lock, when it comes with a sampler: the compiled tree checks no
+        bounds. With ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
         """
-        if self.grid is not None:
-            return
-        self._tree_slots = min(self._tree_slots, slots)
+        if self.grid is None:
+            leaves = (sampler.max_size for sampler in samplers_on(self._storage))
+            self._tree_slots = min([self._capacity, *leaves])
 
     def _new_base(self, *in_use: torch.Tensor) -> int:
         """A random number above every stamp in use and every earlier base."""

@@ -25,6 +25,7 @@ from . import dumps
 from .checks import (
     check_dump_fits,
     check_fits,
+    check_learner_fits,
 )
 from .max_value import TensorDictMaxValueWriter, check_ranks
 from .ring_log import ENTRIES
@@ -116,6 +117,7 @@ class SavedBuffer(TrackingBuffer):
         check_ranks(self._writer, path / "writer")
         file = path / STATE_FILE
         ours = torch.load(file, weights_only=False) if file.exists() else {}
+        check_learner_fits(self._learner_sampler, ours.get("learner"))
         with self._restoring(table):
             if isinstance(self._sampler, PrioritizedSampler):
                 self._sampler._max_priority = None  # else TorchRL casts the saved one to its dtype

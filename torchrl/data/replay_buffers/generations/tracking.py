@@ -36,7 +36,7 @@ from .index import names_field, slots_written
 from .sampling import check_dimensions, info_on, put_info, unmask_leaves
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tally import Tally
-from .tree import keeps_default, write_default
+from .tree import check_leaves, keeps_default, write_default
 from .units import stamped_unit
 from .users_writers import OUR_WRITERS, RING_WRITERS, stamps_late, watched
 from .writers import (
@@ -215,7 +215,6 @@ class TrackingBuffer(_Buffer):
             self._sample_unit = stamped_unit(self._sample_unit, self._writer.tracks_generations)
             table = self._table
             if table is not None:
-                self._limit_to_tree()
                 table.install_cells()
                 if self.shared:
                     table.share()
@@ -252,7 +251,7 @@ class TrackingBuffer(_Buffer):
     def _ready_storage(self, storage: Storage, writer: Writer) -> None:
         """Makes the table for a TorchRL writer that tracks; ours make it when they register."""
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
-            self._check_tree(storage, self._priority_sampler)
+            check_leaves(storage, self._priority_sampler)
             self._check_processes(storage, self._sampler)
             check_dimensions(storage, self._sampler, writer)
         if stamps_late(writer) and writer.tracks_generations:
@@ -268,19 +267,6 @@ class TrackingBuffer(_Buffer):
                 f"generations.{name}(track_generations=True), or no writer."
             )
 
-    def _check_tree(self, storage: Storage, sampler: Sampler | None) -> None:
-        """Refuses a tree without a leaf for every slot: the compiled one checks no bounds."""
-        if not isinstance(sampler, PrioritizedSampler):
-            return
-        slots = storage.max_size
-        if slots == torch.iinfo(torch.int64).max:  # a list without an end grows up to the tree's
-            slots = len(storage)
-        if sampler.max_size < slots:
-            raise ValueError(
-                "A tracking buffer needs a priority sampler with a leaf for every slot: got "
-                f"max_capacity={sampler.max_size} for a storage of {slots} slots."
-            )
-
     def _check_processes(self, storage: Storage, sampler: Sampler) -> None:
         """Refuses a tree that would not hear of the writes of other processes."""
         table: SlotGenerations | None = getattr(storage, TABLE_ATTRIBUTE, None)
@@ -290,15 +276,11 @@ class TrackingBuffer(_Buffer):
                 "got a sync=True priority sampler. Build the buffer with sync=False."
             )
 
-    def _limit_to_tree(self) -> None:
-        table, sampler = self._table, self._priority_sampler
-        if table is not None and sampler is not None:
-            table.limit_to_tree(sampler.max_size)
-
     def _initialize_prioritized_sampler(self) -> None:
         with self._write_lock:  # another buffer may be writing already
             if self._table is not None:
-                self._check_tree(self._storage, self._priority_sampler)
+                check_leaves(self._storage)  # once more, since only now nobody writes
+                self._table.limit_to_trees()
             super()._initialize_prioritized_sampler()
 
     def mark_update(self, index: Any) -> None:
@@ -311,7 +293,7 @@ class TrackingBuffer(_Buffer):
             super().mark_update(index)
             return
         if table.grid is not None:
-            self._check_tree(self._storage, self._priority_sampler)
+            check_leaves(self._storage, self._priority_sampler)
             if isinstance(index, torch.Tensor) and index.ndim > 1:
                 index = index[index[:, 0] < table.length]  # the others have no leaf yet
         write_default(sampler, index, self._storage)
@@ -631,7 +613,7 @@ class TrackingBuffer(_Buffer):
         writer = self._writer
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
-        self._check_tree(storage, self._priority_sampler)
+        check_leaves(storage, self._priority_sampler)
         self._check_processes(storage, self._sampler)
         check_dimensions(storage, self._learner_sampler or self._sampler, writer)
         if storage.ndim > 1 and self._learner_sampler is not None:
@@ -641,11 +623,11 @@ class TrackingBuffer(_Buffer):
             )
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
+            check_leaves(storage, self._priority_sampler)  # it may have got records meanwhile
             former = self._storage
             self._leave_storage(forget_table=False)
             super().set_storage(storage, collate_fn)
             storage.attach(self)
-            self._limit_to_tree()
             table.retire()
             writer.register_storage(storage)
             writer._cursor = 0
@@ -667,7 +649,9 @@ class TrackingBuffer(_Buffer):
             return super().set_writer(writer)
         with self._settled(table):
             former = super().set_writer(writer)
-            self._limit_to_tree()
+            if self._table is not None:
+                with self._locked() as table:
+                    table.limit_to_trees()
             self._sample_unit = stamped_unit(self._sample_unit, writer.tracks_generations)
             return former
 
@@ -684,16 +668,15 @@ class TrackingBuffer(_Buffer):
         table = self._table
         if table is None:
             return super().set_sampler(sampler)
-        self._check_tree(self._storage, sampler)
         check_dimensions(self._storage, sampler, self._writer)
         if self._learner_sampler is None and not isinstance(self._sampler, PrioritizedSampler):
             self._check_processes(self._storage, sampler)
         with self._settled(table):
+            check_leaves(self._storage, sampler)
             if isinstance(sampler, PrioritizedSampler) and self._learner_sampler is not None:
                 former, self._prioritized_sampler = self._learner_sampler, sampler
             else:
                 former = super().set_sampler(sampler)
-            self._limit_to_tree()
             self._forget_priorities()
             return former
 

@@ -8,6 +8,7 @@ tree is not the compiled one, it is called all the same. The lock of the table g
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,36 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler, Storage
 _defaults: WeakKeyDictionary[PrioritizedSampler, tuple[Any, tuple[float, float], float, float]] = (
     WeakKeyDictionary()
 )
+
+
+def samplers_on(storage: Storage) -> Iterator[PrioritizedSampler]:
+    """Yields the priority samplers of the buffers on a storage, and of asynchronous learners."""
+    for entity in storage._attached_entities:
+        for name in ("_sampler", "_prioritized_sampler"):
+            sampler = vars(entity).get(name)
+            if isinstance(sampler, PrioritizedSampler):
+                yield sampler
+
+
+def check_leaves(storage: Storage, *more: Sampler | None) -> None:
+    """Refuses a tree without a leaf for every slot: the compiled one checks no bounds.
+
+    Args:
+        storage (Storage): the storage.
+        more (Sampler or None): samplers besides those of the buffers on it.
+
+    Raises:
+        ValueError: for a tree smaller than the storage, or than the records of a list without end.
+    """
+    slots = storage.max_size
+    if slots == torch.iinfo(torch.int64).max:  # it may grow up to the end of the tree
+        slots = len(storage)
+    for sampler in (*samplers_on(storage), *more):
+        if isinstance(sampler, PrioritizedSampler) and sampler.max_size < slots:
+            raise ValueError(
+                "A tracking buffer needs a priority sampler with a leaf for every slot: got "
+                f"max_capacity={sampler.max_size} for a storage of {slots} slots."
+            )
 
 
 def write_priority(
@@ -73,6 +104,7 @@ def write_default(
         leaf, _ = _default(sampler)
         _set(sampler, slots, leaf)
     else:
+        _refuse_past_the_end(sampler, slots)
         sampler.mark_update(slots, storage=storage)
 
 
@@ -127,6 +159,21 @@ def _is_plain(sampler: PrioritizedSampler) -> bool:
         and tree is not None
         and not hasattr(tree, "device")  # the compiled tree is on the CPU and does not say so
     )
+
+
+def _refuse_past_the_end(sampler: Sampler, slots: Any) -> None:
+    if not isinstance(sampler, PrioritizedSampler) or hasattr(sampler._sum_tree, "device"):
+        return
+    last = slots
+    if isinstance(slots, torch.Tensor):
+        if slots.ndim != 1 or not slots.numel():  # coordinates: Grid.fit() has seen to them
+            return
+        last = int(slots.max())
+    if last >= sampler.max_size:
+        raise ValueError(
+            f"A priority sampler over this storage holds {sampler.max_size} slots: got a record "
+            f"for slot {last}. Give the sampler a larger max_capacity."
+        )
 
 
 def _are_leaves(slots: Any, size: int) -> bool:
