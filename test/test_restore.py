@@ -619,3 +619,14 @@ def test_a_learners_tree_of_another_size_is_refused_by_both_ways(by, tmp_path):
     with pytest.raises(ValueError, match="has priorities for 16 slots: this buffer has 8"):
         other.load_state_dict(state) if by == "state_dict" else other.loads(tmp_path / "dump")
     assert len(other) == 3
+
+
+def test_a_copy_on_files_begins_anew_after_a_restore_of_no_records():
+    never_written = copy.deepcopy(td_buffer(0, storage=LazyMemmapStorage(CAPACITY)).state_dict())
+    copied = copy.deepcopy(td_buffer(5, storage=LazyMemmapStorage(CAPACITY)))
+    copied.load_state_dict(never_written)
+    assert len(copied) == 0
+    index, generation = copied.extend(ids(range(20, 23)), return_generation=True)
+    assert copied[:]["id"].tolist() == [20, 21, 22]
+    held = {"index": index, "generation": generation}
+    assert copied.update_priority_if_present(**held, priority=2.0).num_updated == 3

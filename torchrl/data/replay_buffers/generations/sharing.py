@@ -318,6 +318,7 @@ def own_files(storage: Storage) -> None:
         folder = tempfile.mkdtemp(prefix="torchrl_storage_copy_")
         storage.scratch_dir = folder
         storage._auto_cleanup = False  # TorchRL's knows no copies, nor who made the folder
+        storage.existsok = True  # a restore may let the records begin anew in the same files
         weakref.finalize(storage, _remove_own, folder, os.getpid())
         if hasattr(storage, "_init_directory"):
             storage._init_directory = folder
