@@ -19,6 +19,7 @@ from torchrl.data import (
     PrioritizedSampler,
     RandomSampler,
 )
+from torchrl.data.replay_buffers import generations
 from torchrl.data.replay_buffers.generations import (
     PrioritizedReplayBuffer,
     ReplayBuffer,
@@ -451,6 +452,22 @@ def test_a_checkpoint_of_another_writer_is_refused_and_nothing_has_changed(tmp_p
             load()
     assert live(rb, *held) == [True] * 4
     assert kept(rb) == [5, 1, 3, 7]
+
+
+@pytest.mark.parametrize("module", [generations, torchrl.data])
+def test_a_ring_writer_takes_its_dump_for_one_without_stamps(module, tmp_path):
+    rb = best()
+    rb.extend(scores(5, 1, 3, 7))
+    rb.dumps(tmp_path)
+    writer = module.TensorDictRoundRobinWriter(track_generations=True)
+    sampler = PrioritizedSampler(4, **PER)
+    ring = module.TensorDictReplayBuffer(
+        storage=LazyTensorStorage(4), writer=writer, sampler=sampler
+    )
+    ring.loads(tmp_path)
+    assert kept(ring) == [5, 1, 3, 7]
+    ring.extend(scores(2))
+    assert kept(ring) == [2, 1, 3, 7]
 
 
 def test_on_another_storage_it_begins_without_ranks():

@@ -208,7 +208,7 @@ def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str 
         shape = json.loads((path / "storage" / member / "meta.json").read_text()).get("shape")
         shape = json.loads(shape) if isinstance(shape, str) else shape
     metadata = json.loads((path / "writer" / member / "metadata.json").read_text())
-    saved = metadata.get("generation_shape")
+    saved = metadata.get("generation_shape", metadata.get("max_value_generation_shape"))
     _check_capacity(storage, shape, saved[0] if saved and storage.max_size <= 2**20 else None)
     tree = path / "sampler" / member / "sampler_metadata.json"
     if isinstance(sampler, PrioritizedSampler) and not tree.exists():

@@ -295,7 +295,8 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
             torch.save(state, Path(path) / STATE_FILE)
             if "_generation" in state:
                 file = Path(path) / "metadata.json"
-                shape = {"generation_shape": list(state["_generation"].shape)}
+                # A ring writer that loads this would look for stamps under its own key.
+                shape = {"max_value_generation_shape": list(state["_generation"].shape)}
                 file.write_text(json.dumps({**json.loads(file.read_text()), **shape}))
 
     def loads(self, path: str | Path) -> None:
