@@ -783,6 +783,18 @@ def test_the_writes_of_a_second_buffer_make_rows_stale_and_give_the_default_prio
     assert result.updated_mask.tolist() == [False, True]
 
 
+def test_a_checkpoint_of_flat_records_is_refused_by_a_buffer_of_cells(tmp_path):
+    flat = PrioritizedReplayBuffer(**PER, storage=LazyTensorStorage(CELLS), track_generations=True)
+    flat.extend(torch.arange(CELLS))
+    flat.dumps(tmp_path)
+    rb = grid(0)
+    with pytest.raises(ValueError, match=r"shape \(12,\): this buffer has ndim=2"):
+        rb.load_state_dict(flat.state_dict())
+    with pytest.raises(ValueError, match="has stamps for 12 slots"):
+        rb.loads(tmp_path)
+    assert not rb.storage.initialized
+
+
 def test_an_update_waits_for_a_write_of_its_row(monkeypatch):
     rb = grid()
     inside, go_on = threading.Event(), threading.Event()

@@ -281,6 +281,11 @@ def _check_grid(storage: Any, shape: Any) -> int:
                 "a buffer that has some. Call empty()."
             )
         return 0
+    if len(shape) < storage.ndim:
+        raise ValueError(
+            f"The checkpoint has records of shape {tuple(shape)}: this buffer has ndim="
+            f"{storage.ndim}. Load it into a buffer with ndim={len(shape)}."
+        )
     cells = torch.Size(shape[: storage.ndim]).numel()
     if cells != storage.max_size:
         raise ValueError(_OTHER_CAPACITY.format("records", cells, storage.max_size))
