@@ -809,12 +809,14 @@ def run_threads(conditional, seconds=2):
         rb.extend(ids([next(next_id) for _ in range(32)]))
     deadline = time.monotonic() + seconds
     updated, stale, misapplied = [], [], []
-    written = threading.Semaphore(0)
+    # Each waits for the other, lest a lap of the ring pass before any update comes.
+    written, sampled = threading.Semaphore(0), threading.Semaphore(0)
 
     def write(rb):
         rows = 0
         while time.monotonic() < deadline:
             rows = rows % 11 + 1
+            sampled.acquire(timeout=1)
             rb.extend(ids([next(next_id) for _ in range(rows)]))
             written.release()
 
@@ -822,6 +824,7 @@ def run_threads(conditional, seconds=2):
         batches = []
         while time.monotonic() < deadline:
             batches.append(ens.sample())
+            sampled.release()
             written.acquire(timeout=1)
             if len(batches) < 4:
                 continue
