@@ -18,6 +18,7 @@ from torchrl.data.replay_buffers.utils import _reduce
 
 from .coordinates import shape_of_records
 from .index import integer_tensor, native_array, slot_index
+from .tree import samplers_on
 
 
 def checked_handles(
@@ -168,36 +169,45 @@ def _refuse_first(given: torch.Tensor, fits: torch.Tensor, rule: str) -> None:
     raise ValueError(f"update_priority_if_present(): {where} must be {rule}: got {came}.")
 
 
-def check_fits(
-    storage: Storage, sampler: Sampler, learner: Sampler | None, state: dict[str, Any]
-) -> None:
+def check_fits(storage: Storage, sampler: Sampler, state: dict[str, Any]) -> None:
     """Makes sure that a buffer's state is of the buffer's own capacity.
 
     Args:
         storage (Storage): of the buffer.
-        sampler (Sampler): of the buffer.
-        learner (Sampler or None): the private one of an asynchronous learner, which begins anew
-            with a state that has none.
-        state (dict): of a buffer.
+        sampler (Sampler): the one that will load the state of the sampler.
+        state (dict): of a buffer; for what a learner keeps there see :func:`check_learner_fits`.
 
     Raises:
         ValueError: if not: TorchRL would fail halfway, or write past the end of its tree.
     """
-    saved = state["_sampler"] if learner is None else (state.get("_learner") or {}).get("sampler")
-    sampler = learner or sampler
     records = state["_storage"].get("_storage")
     shape = _shape_of(records)
     _check_capacity(storage, shape, _slots_of(state["_writer"].get("_generation"), storage))
-    slots = storage.max_size
     if isinstance(sampler, PrioritizedSampler):
-        slots = min(slots, sampler.max_size)
-        tree = None if saved is None else saved.get("_sum_tree")
-        if saved is not None and tree is None and _is_saved_by_torchrl(sampler):
-            raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
-        if tree is not None and tree.size != sampler.max_size:
-            raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
+        _check_tree(sampler, state["_sampler"])
+    slots = min([storage.max_size, *(tree.max_size for tree in samplers_on(storage))])
     if isinstance(records, list) and len(records) > slots:
         raise ValueError(_OTHER_CAPACITY.format("records", len(records), slots))
+
+
+def check_learner_fits(sampler: Sampler | None, state: dict[str, Any] | None) -> None:
+    """The same for the private sampler of an asynchronous learner; with no state it begins anew."""
+    if isinstance(sampler, PrioritizedSampler) and state:
+        _check_tree(sampler, state["sampler"])
+
+
+def _check_tree(sampler: PrioritizedSampler, saved: dict[str, Any]) -> None:
+    """Compares the tree of a sampler's saved state with the sampler's own."""
+    tree = saved.get("_sum_tree")
+    if tree is not None:
+        _check_tree_size(sampler, tree.size)
+    elif _is_saved_by_torchrl(sampler):
+        raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
+
+
+def _check_tree_size(sampler: PrioritizedSampler, leaves: int) -> None:
+    if leaves != sampler.max_size:
+        raise ValueError(_OTHER_CAPACITY.format("priorities", leaves, sampler.max_size))
 
 
 def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str = "") -> None:
@@ -215,9 +225,9 @@ def check_dump_fits(storage: Storage, sampler: Sampler, path: Path, member: str 
         if _is_saved_by_torchrl(sampler):
             raise ValueError(_NO_PRIORITIES.format(type(sampler).__name__))
     elif isinstance(sampler, PrioritizedSampler):
-        slots = json.loads(tree.read_text()).get("_max_capacity")
-        if slots is not None and int(slots) != sampler.max_size:
-            raise ValueError(_OTHER_CAPACITY.format("priorities", int(slots), sampler.max_size))
+        leaves = json.loads(tree.read_text()).get("_max_capacity")
+        if leaves is not None:
+            _check_tree_size(sampler, int(leaves))
 
 
 _OTHER_CAPACITY = (
@@ -237,15 +247,6 @@ def _is_saved_by_torchrl(sampler: PrioritizedSampler) -> bool:
         PrioritizedSampler.load_state_dict,
         PrioritizedSliceSampler.load_state_dict,
     )
-
-
-def check_learner_fits(sampler: Sampler | None, state: dict[str, Any] | None) -> None:
-    """Makes sure that the saved tree of an asynchronous learner has as many leaves as its own."""
-    tree = state["sampler"].get("_sum_tree") if state else None
-    if not isinstance(sampler, PrioritizedSampler) or tree is None:
-        return
-    if tree.size != sampler.max_size:
-        raise ValueError(_OTHER_CAPACITY.format("priorities", tree.size, sampler.max_size))
 
 
 def _shape_of(records: Any) -> torch.Size | None:

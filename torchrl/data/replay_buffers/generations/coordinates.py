@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from torch.utils._pytree import tree_leaves
-from torchrl.data.replay_buffers import PrioritizedSampler, TensorStorage
+from torchrl.data.replay_buffers import TensorStorage
 
 from .index import integer_tensor, native_array
+from .tree import samplers_on
 
 _UPDATE = "update_priority_if_present()"
 
@@ -83,9 +84,8 @@ class Grid:
         row = _row_of(data, self.ndim, single)
         slots = -(storage.max_size // -row.numel())
         cells = slots * row.numel()
-        for entity in storage._attached_entities:
-            sampler = getattr(entity, "_sampler", None)
-            if isinstance(sampler, PrioritizedSampler) and sampler.max_size < cells:
+        for sampler in samplers_on(storage):
+            if sampler.max_size < cells:
                 raise ValueError(
                     f"A first write of records of shape {tuple(row)} rounds max_size="
                     f"{storage.max_size} up to {slots} slots with {cells} cells: a priority "

@@ -564,7 +564,7 @@ class ReplayBufferEnsemble(ReplayBuffer, torchrl_buffers.ReplayBufferEnsemble):
         for i, rb in enumerate(self._rbs):
             parts = {part: state_dict[part][str(i)] for part in ("_storage", "_sampler", "_writer")}
             # TorchRL's ensemble saves the sampler that has the tree, a learner's private one too.
-            check_fits(rb._storage, rb._priority_sampler or rb._sampler, None, parts)
+            check_fits(rb._storage, rb._priority_sampler or rb._sampler, parts)
             check_learner_fits(rb._learner_sampler, learners[i])
             check_ranks(rb._writer, parts["_writer"])
         with self._restoring_members():

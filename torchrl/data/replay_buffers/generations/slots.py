@@ -42,7 +42,7 @@ from torchrl.data.replay_buffers import (
 from .coordinates import Grid, shape_of_records
 from .index import integer_tensor, slot_index
 from .sharing import BASE, SharedState
-from .tree import check_leaves, samplers_on
+from .tree import check_leaves, past_the_end, samplers_on
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.
@@ -499,9 +499,7 @@ class SlotGenerations(SharedState):
                 f"adopt() needs a buffer on the table's own storage: got {type(buffer).__name__} "
                 f"on another {type(buffer.storage).__name__}."
             )
-        check_leaves(self._storage)
-        with self.lock:
-            self.limit_to_trees()
+        self.limit_to_trees()
         buffer._write_lock = buffer._replay_lock = self.lock
 
     def state_dict(self) -> dict[str, Any]:
@@ -579,12 +577,18 @@ class SlotGenerations(SharedState):
     def limit_to_trees(self) -> None:
         """Refuses from now on records past the end of a priority tree over the storage.
 
-        A buffer calls it, under the lock, when it comes with a sampler: the compiled tree checks no
-        bounds. With ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
+        A buffer calls it when it comes with a sampler: the compiled tree checks no bounds. With
+        ``ndim > 1``, a tree has a leaf per cell, see :meth:`fit`.
+
+        Raises:
+            ValueError: if a tree is too small already. Nothing has changed then.
         """
-        if self.grid is None:
-            leaves = (sampler.max_size for sampler in samplers_on(self._storage))
-            self._tree_slots = min([self._capacity, *leaves])
+        with self.lock:
+            samplers = list(samplers_on(self._storage))
+            check_leaves(self._storage, *samplers)
+            if self.grid is None:
+                leaves = (sampler.max_size for sampler in samplers)
+                self._tree_slots = min([self._capacity, *leaves])
 
     def _new_base(self, *in_use: torch.Tensor) -> int:
         """A random number above every stamp in use and every earlier base."""
@@ -617,11 +621,7 @@ class SlotGenerations(SharedState):
     def _stamps_up_to(self, size: int) -> torch.Tensor:
         """The stamps, grown where necessary to hold ``size`` slots."""
         if size > self._tree_slots:
-            raise ValueError(
-                f"A priority sampler over this storage holds {self._tree_slots} slots: got a "
-                f"record for slot {size - 1}. Give the sampler a larger max_capacity, or the "
-                f"storage a max_size of {self._tree_slots}."
-            )
+            raise past_the_end(self._tree_slots, size - 1)
         stamps = self.stamps
         if size > stamps.numel() and not self._fixed_size:
             self._grow(size)

@@ -67,7 +67,8 @@ class SavedBuffer(TrackingBuffer):
             super().load_state_dict(state_dict)
             return
         learner = state_dict.get("_learner")
-        check_fits(self._storage, self._sampler, self._learner_sampler, state_dict)
+        check_fits(self._storage, self._sampler, state_dict)
+        check_learner_fits(self._learner_sampler, learner)
         check_ranks(self._writer, state_dict["_writer"])
         with self._restoring(table):
             super().load_state_dict(state_dict)

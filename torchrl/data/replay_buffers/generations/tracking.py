@@ -36,7 +36,7 @@ from .index import names_field, slots_written
 from .sampling import check_dimensions, info_on, put_info, unmask_leaves
 from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
 from .tally import Tally
-from .tree import check_leaves, keeps_default, write_default
+from .tree import check_leaves, keeps_default, samplers_on, write_default
 from .units import stamped_unit
 from .users_writers import OUR_WRITERS, RING_WRITERS, stamps_late, watched
 from .writers import (
@@ -251,7 +251,7 @@ class TrackingBuffer(_Buffer):
     def _ready_storage(self, storage: Storage, writer: Writer) -> None:
         """Makes the table for a TorchRL writer that tracks; ours make it when they register."""
         if writer.tracks_generations or hasattr(storage, TABLE_ATTRIBUTE):
-            check_leaves(storage, self._priority_sampler)
+            check_leaves(storage, self._priority_sampler, *samplers_on(storage))
             self._check_processes(storage, self._sampler)
             check_dimensions(storage, self._sampler, writer)
         if stamps_late(writer) and writer.tracks_generations:
@@ -279,7 +279,6 @@ class TrackingBuffer(_Buffer):
     def _initialize_prioritized_sampler(self) -> None:
         with self._write_lock:  # another buffer may be writing already
             if self._table is not None:
-                check_leaves(self._storage)  # once more, since only now nobody writes
                 self._table.limit_to_trees()
             super()._initialize_prioritized_sampler()
 
@@ -613,7 +612,7 @@ class TrackingBuffer(_Buffer):
         writer = self._writer
         if not writer.tracks_generations:
             return super().set_storage(storage, collate_fn)
-        check_leaves(storage, self._priority_sampler)
+        check_leaves(storage, self._priority_sampler, *samplers_on(storage))
         self._check_processes(storage, self._sampler)
         check_dimensions(storage, self._learner_sampler or self._sampler, writer)
         if storage.ndim > 1 and self._learner_sampler is not None:
@@ -623,7 +622,8 @@ class TrackingBuffer(_Buffer):
             )
         table = SlotGenerations.attach(storage)
         with self._settled(self._table, table):
-            check_leaves(storage, self._priority_sampler)  # it may have got records meanwhile
+            # It may have got records meanwhile.
+            check_leaves(storage, self._priority_sampler, *samplers_on(storage))
             former = self._storage
             self._leave_storage(forget_table=False)
             super().set_storage(storage, collate_fn)
@@ -650,8 +650,7 @@ class TrackingBuffer(_Buffer):
         with self._settled(table):
             former = super().set_writer(writer)
             if self._table is not None:
-                with self._locked() as table:
-                    table.limit_to_trees()
+                self._table.limit_to_trees()
             self._sample_unit = stamped_unit(self._sample_unit, writer.tracks_generations)
             return former
 

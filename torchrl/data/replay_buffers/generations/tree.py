@@ -30,12 +30,12 @@ def samplers_on(storage: Storage) -> Iterator[PrioritizedSampler]:
                 yield sampler
 
 
-def check_leaves(storage: Storage, *more: Sampler | None) -> None:
+def check_leaves(storage: Storage, *samplers: Sampler | None) -> None:
     """Refuses a tree without a leaf for every slot: the compiled one checks no bounds.
 
     Args:
         storage (Storage): the storage.
-        more (Sampler or None): samplers besides those of the buffers on it.
+        samplers (Sampler or None): any; those without priorities have no tree.
 
     Raises:
         ValueError: for a tree smaller than the storage, or than the records of a list without end.
@@ -43,12 +43,20 @@ def check_leaves(storage: Storage, *more: Sampler | None) -> None:
     slots = storage.max_size
     if slots == torch.iinfo(torch.int64).max:  # it may grow up to the end of the tree
         slots = len(storage)
-    for sampler in (*samplers_on(storage), *more):
+    for sampler in samplers:
         if isinstance(sampler, PrioritizedSampler) and sampler.max_size < slots:
             raise ValueError(
                 "A tracking buffer needs a priority sampler with a leaf for every slot: got "
                 f"max_capacity={sampler.max_size} for a storage of {slots} slots."
             )
+
+
+def past_the_end(leaves: int, slot: int) -> ValueError:
+    """Returns the error for a record that has no leaf, in a tree of ``leaves``."""
+    return ValueError(
+        f"A priority sampler over this storage holds {leaves} slots: got a record for slot {slot}. "
+        f"Give the sampler a larger max_capacity, or the storage a max_size of {leaves}."
+    )
 
 
 def write_priority(
@@ -170,10 +178,7 @@ def _refuse_past_the_end(sampler: Sampler, slots: Any) -> None:
             return
         last = int(slots.max())
     if last >= sampler.max_size:
-        raise ValueError(
-            f"A priority sampler over this storage holds {sampler.max_size} slots: got a record "
-            f"for slot {last}. Give the sampler a larger max_capacity."
-        )
+        raise past_the_end(sampler.max_size, last)
 
 
 def _are_leaves(slots: Any, size: int) -> bool:
