@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, PrioritizedSampler, Writer
 from torchrl.data import ReplayBuffer as TorchRLBuffer
 from torchrl.data.replay_buffers import generations
-from torchrl.data.replay_buffers.generations import configs
+from torchrl.data.replay_buffers.generations.training import configs
 
 
 def built_by_hydra() -> list[type]:

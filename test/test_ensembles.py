@@ -34,7 +34,7 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictReplayBuffer,
     WriterEnsemble,
 )
-from torchrl.data.replay_buffers.generations.lock import StorageLock
+from torchrl.data.replay_buffers.generations.processes.lock import StorageLock
 from torchrl.envs.transforms import ExcludeTransform, RenameTransform
 
 

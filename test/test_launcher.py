@@ -25,8 +25,8 @@ from torchrl.data import (
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import generations
 from torchrl.data.replay_buffers.generations import __main__ as launcher
-from torchrl.data.replay_buffers.generations import launch
-from torchrl.data.replay_buffers.generations.launch import StandIns
+from torchrl.data.replay_buffers.generations.launch import launch
+from torchrl.data.replay_buffers.generations.launch.launch import StandIns
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHER = ("-m", "torchrl.data.replay_buffers.generations")
@@ -193,7 +193,7 @@ def test_a_launched_script_has_its_arguments_and_its_folder(launched):
 def test_hydra_targets_mean_ours_with_tracking_on(launched):
     _, run = launched
     assert run.value["tracks"] is True
-    assert run.value["module"] == "torchrl.data.replay_buffers.generations.buffers"
+    assert run.value["module"] == "torchrl.data.replay_buffers.generations.buffers.classes"
 
 
 def test_instances_are_what_they_were_before(launched):

@@ -16,9 +16,9 @@ import torch
 from common import Thread, buffer
 from torchrl.data import LazyTensorStorage
 from torchrl.data.replay_buffers.generations import ReplayBuffer, SlotGenerations
-from torchrl.data.replay_buffers.generations import lock as lock_module
-from torchrl.data.replay_buffers.generations.cells import Cells
-from torchrl.data.replay_buffers.generations.lock import StorageLock
+from torchrl.data.replay_buffers.generations.processes import lock as lock_module
+from torchrl.data.replay_buffers.generations.processes.cells import Cells
+from torchrl.data.replay_buffers.generations.processes.lock import StorageLock
 
 
 def test_it_is_reentrant_and_excludes_other_threads():

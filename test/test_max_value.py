@@ -27,7 +27,7 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.data.replay_buffers.generations.cells import Cell
+from torchrl.data.replay_buffers.generations.processes.cells import Cell
 
 
 @tensorclass

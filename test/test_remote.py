@@ -30,7 +30,7 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictReplayBuffer,
     remote,
 )
-from torchrl.data.replay_buffers.generations.launch import StandIns
+from torchrl.data.replay_buffers.generations.launch.launch import StandIns
 
 ray = pytest.importorskip("ray")
 

@@ -29,7 +29,7 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers.generations import dumps as dumps_module
+from torchrl.data.replay_buffers.generations.checkpoints import dumps as dumps_module
 
 WAYS = ["state_dict", "dumps"]
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]

@@ -9,7 +9,7 @@ import torchrl.data
 from common import CAPACITY, STORAGES, Thread, buffer, handles, stamps, td_buffer
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 from torchrl.data.replay_buffers.generations import ReplayBuffer, RoundRobinWriter, SlotGenerations
-from torchrl.data.replay_buffers.generations import slots as slots_module
+from torchrl.data.replay_buffers.generations.core import table as slots_module
 
 
 def tracked(storage):

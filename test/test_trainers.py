@@ -31,8 +31,8 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers.generations import ReplayBuffer as OurReplayBuffer
-from torchrl.data.replay_buffers.generations.plots import plot_priority_updates
-from torchrl.data.replay_buffers.generations.tally import Tally
+from torchrl.data.replay_buffers.generations.core.tally import Tally
+from torchrl.data.replay_buffers.generations.training.plots import plot_priority_updates
 from torchrl.envs import GymEnv
 from torchrl.modules import (
     MLP,

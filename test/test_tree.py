@@ -4,7 +4,7 @@ import pytest
 import torch
 from common import CAPACITY
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RandomSampler
-from torchrl.data.replay_buffers.generations.tree import (
+from torchrl.data.replay_buffers.generations.core.priorities import (
     keeps_default,
     write_default,
     write_priority,

@@ -14,7 +14,7 @@ from torchrl.data.replay_buffers.generations import (
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
 )
-from torchrl.data.replay_buffers.generations.writers import last_rows
+from torchrl.data.replay_buffers.generations.writers.ring import last_rows
 
 
 @tensorclass

@@ -19,25 +19,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .buffers import (
+from .buffers.classes import (
     ConditionalPriorityUpdates,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from .ensembles import ReplayBufferEnsemble, WriterEnsemble
-from .max_value import TensorDictMaxValueWriter
-from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
-from .result import PriorityUpdateResult
-from .slots import SlotGenerations
-from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from .buffers.ensemble import ReplayBufferEnsemble, WriterEnsemble
+from .core.result import PriorityUpdateResult
+from .core.table import SlotGenerations
+from .remote.remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
+from .writers.max_value import TensorDictMaxValueWriter
+from .writers.ring import RoundRobinWriter, TensorDictRoundRobinWriter
 
 if TYPE_CHECKING:
-    from .trainers import LogPriorityUpdates, ReplayBufferTrainer
+    from .training.hooks import LogPriorityUpdates, ReplayBufferTrainer
 
 # Names whose modules bring in far more of TorchRL, and are imported when they are asked for.
-_LATE = {"LogPriorityUpdates": ".trainers", "ReplayBufferTrainer": ".trainers"}
+_LATE = {"LogPriorityUpdates": ".training.hooks", "ReplayBufferTrainer": ".training.hooks"}
 
 __all__ = [
     "ConditionalPriorityUpdates",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .launch import run
+from .launch.launch import run
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers import SampleUnit, Sequence, Storage
 from torchrl.data.replay_buffers.utils import _reduce
 
-from .slots import TABLE_ATTRIBUTE, SlotGenerations
+from ..core.table import TABLE_ATTRIBUTE, SlotGenerations
 
 ANCHOR_KEYS = ("anchor_index", "anchor_generation")
 

@@ -36,14 +36,14 @@ from omegaconf import MISSING, OmegaConf
 from torchrl.data.replay_buffers import Writer
 from torchrl.trainers.algorithms.configs import data as torchrl_configs
 
-from .buffers import (
+from ..buffers.classes import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from .ensembles import ReplayBufferEnsemble, WriterEnsemble
-from .max_value import TensorDictMaxValueWriter
-from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
+from ..buffers.ensemble import ReplayBufferEnsemble, WriterEnsemble
+from ..remote.remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
+from ..writers.max_value import TensorDictMaxValueWriter
 
 _PACKAGE = "torchrl.data.replay_buffers.generations"
 
@@ -66,7 +66,7 @@ class TensorDictRoundRobinWriterConfig(torchrl_configs.TensorDictRoundRobinWrite
 class TensorDictMaxValueWriterConfig(torchrl_configs.TensorDictMaxValueWriterConfig):
     """Configuration of our :class:`TensorDictMaxValueWriter`; ``rank_key`` may be a list."""
 
-    _target_: str = f"{_PACKAGE}.configs.make_tensordict_max_value_writer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_max_value_writer"
     compilable: bool = False
     track_generations: bool = False
 
@@ -75,7 +75,7 @@ class TensorDictMaxValueWriterConfig(torchrl_configs.TensorDictMaxValueWriterCon
 class WriterEnsembleConfig(torchrl_configs.WriterConfig):
     """Configuration of :class:`~torchrl.data.replay_buffers.generations.WriterEnsemble`."""
 
-    _target_: str = f"{_PACKAGE}.configs.make_writer_ensemble"
+    _target_: str = f"{_PACKAGE}.training.configs.make_writer_ensemble"
     writers: list[Any] = field(default_factory=list)
     track_generations: bool = False
 
@@ -95,7 +95,7 @@ class TensorDictReplayBufferConfig(torchrl_configs.TensorDictReplayBufferConfig)
     ``priority_key`` may be a list: a nested key.
     """
 
-    _target_: str = f"{_PACKAGE}.configs.make_tensordict_replay_buffer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_replay_buffer"
     priority_key: Any = "td_error"
     transport: str = "auto"
     transport_options: Any = None
@@ -141,7 +141,7 @@ class PrioritizedReplayBufferConfig(_PrioritizedConfig):
     ``dtype`` is the name of a floating-point dtype of torch.
     """
 
-    _target_: str = f"{_PACKAGE}.configs.make_prioritized_replay_buffer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_prioritized_replay_buffer"
     dtype: Any = "float32"
     sampler: Any = None
     delayed_init: bool = False
@@ -154,7 +154,7 @@ class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
     ``priority_key`` may be a list: a nested key.
     """
 
-    _target_: str = f"{_PACKAGE}.configs.make_tensordict_prioritized_replay_buffer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_prioritized_replay_buffer"
     priority_key: Any = "td_error"
     reduction: str = "max"
     compilable: bool = False
@@ -168,7 +168,7 @@ class ReplayBufferEnsembleConfig(_BufferConfig):
     ``rbs`` are the members, a list of configurations. ``routing_key`` may be a list.
     """
 
-    _target_: str = f"{_PACKAGE}.configs.make_replay_buffer_ensemble"
+    _target_: str = f"{_PACKAGE}.training.configs.make_replay_buffer_ensemble"
     rbs: list[Any] = field(default_factory=list)
     p: Any = None
     sample_from_all: bool = False
@@ -192,7 +192,7 @@ class ReplayBufferEnsembleConfig(_BufferConfig):
 class RemoteTensorDictReplayBufferConfig(TensorDictReplayBufferConfig):
     """Configuration of our :class:`RemoteTensorDictReplayBuffer`, as of the buffer it is."""
 
-    _target_: str = f"{_PACKAGE}.configs.make_remote_tensordict_replay_buffer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_remote_tensordict_replay_buffer"
 
 
 @dataclass
@@ -203,7 +203,7 @@ class RayReplayBufferConfig(torchrl_configs.ReplayBufferBaseConfig):
     that takes: storage, sampler and writer with ``_partial_: true``.
     """
 
-    _target_: str = f"{_PACKAGE}.configs.make_ray_replay_buffer"
+    _target_: str = f"{_PACKAGE}.training.configs.make_ray_replay_buffer"
     replay_buffer_cls: Any = f"{_PACKAGE}.ReplayBuffer"
     ray_init_config: Any = None
     remote_config: Any = None

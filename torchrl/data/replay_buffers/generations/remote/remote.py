@@ -25,9 +25,9 @@ from torchrl._utils import accept_remote_rref_invocation
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import Storage, ray_buffer
 
-from .background import copy_to_host
-from .buffers import ReplayBuffer, TensorDictReplayBuffer
-from .result import PriorityUpdateResult
+from ..buffers.background import copy_to_host
+from ..buffers.classes import ReplayBuffer, TensorDictReplayBuffer
+from ..core.result import PriorityUpdateResult
 
 if importlib.util.find_spec("ray") is not None:
     import ray

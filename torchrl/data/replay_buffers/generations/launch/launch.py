@@ -37,19 +37,19 @@ from torch.compiler import is_compiling
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import Writer
 
-from .buffers import (
+from ..buffers.classes import (
     ConditionalPriorityUpdates,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from .ensembles import ReplayBufferEnsemble, WriterEnsemble
-from .max_value import TensorDictMaxValueWriter
-from .remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
-from .slots import SlotGenerations
-from .tally import Tally, stats_of
-from .writers import RoundRobinWriter, TensorDictRoundRobinWriter
+from ..buffers.ensemble import ReplayBufferEnsemble, WriterEnsemble
+from ..core.table import SlotGenerations
+from ..core.tally import Tally, stats_of
+from ..remote.remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
+from ..writers.max_value import TensorDictMaxValueWriter
+from ..writers.ring import RoundRobinWriter, TensorDictRoundRobinWriter
 
 # How a spawned process knows the script and where to leave its report.
 VARIABLE = "TORCHRL_GENERATIONS_LAUNCH"

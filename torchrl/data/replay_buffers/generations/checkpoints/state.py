@@ -21,21 +21,21 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
-from . import dumps
-from .checks import (
+from ..buffers.tracking import TrackingBuffer, built
+from ..core.checks import (
     check_dump_fits,
     check_fits,
     check_learner_fits,
 )
-from .max_value import TensorDictMaxValueWriter, check_ranks
-from .ring_log import ENTRIES
-from .sharing import copy_records, own_files
-from .slots import SlotGenerations
-from .tally import Tally
-from .tracking import TrackingBuffer, built
-from .writers import (
+from ..core.ring_log import ENTRIES
+from ..core.table import SlotGenerations
+from ..core.tally import Tally
+from ..processes.sharing import copy_records, own_files
+from ..writers.max_value import TensorDictMaxValueWriter, check_ranks
+from ..writers.ring import (
     give_default_priority,
 )
+from . import dumps
 
 # What dumps() adds to TorchRL's files.
 STATE_FILE = "generations.pt"

@@ -16,9 +16,9 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.utils import _reduce
 
-from .coordinates import shape_of_records
 from .index import integer_tensor, native_array, slot_index
-from .tree import samplers_on
+from .layout import shape_of_records
+from .priorities import samplers_on
 
 
 def checked_handles(

@@ -14,9 +14,9 @@ import torch
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import ImmutableDatasetWriter, Storage, Writer
 
+from ..core.table import SlotGenerations
 from .max_value import TensorDictMaxValueWriter
-from .slots import SlotGenerations
-from .writers import (
+from .ring import (
     RoundRobinWriter,
     StampingWriter,
     TensorDictRoundRobinWriter,

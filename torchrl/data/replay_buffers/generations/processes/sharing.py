@@ -29,10 +29,10 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
+from ..core.ring_log import RingLog
 from .cells import Cell, Cells
 from .first_write import FirstWrite, install_first_write
 from .lock import StorageLock
-from .ring_log import RingLog
 
 SHARED_MEMORY = "/dev/shm"
 # Positions of a table's cells, and the names of TorchRL's values that they take the place of.

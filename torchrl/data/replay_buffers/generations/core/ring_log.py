@@ -7,7 +7,7 @@ the log is short or something else wrote, the learner compares all slots.
 
 from __future__ import annotations
 
-from .cells import Cells
+from ..processes.cells import Cells
 
 ENTRIES = 64
 _FIELDS = 4  # start, count, and the storage's revision before and after the write

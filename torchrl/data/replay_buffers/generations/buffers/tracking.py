@@ -32,20 +32,20 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
-from .index import names_field, slots_written
-from .sampling import check_dimensions, info_on, put_info, unmask_leaves
-from .slots import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
-from .tally import Tally
-from .tree import check_leaves, keeps_default, samplers_on, write_default
-from .units import stamped_unit
-from .users_writers import OUR_WRITERS, RING_WRITERS, stamps_late, watched
-from .writers import (
+from ..core.index import names_field, slots_written
+from ..core.priorities import check_leaves, keeps_default, samplers_on, write_default
+from ..core.table import STAMPS_ATTRIBUTE, TABLE_ATTRIBUTE, SlotGenerations
+from ..core.tally import Tally
+from ..writers.foreign import OUR_WRITERS, RING_WRITERS, stamps_late, watched
+from ..writers.ring import (
     RoundRobinWriter,
     TensorDictRoundRobinWriter,
     give_default_priority,
     row_generations,
     without_stamps,
 )
+from .sampling import check_dimensions, info_on, put_info, unmask_leaves
+from .sequence import stamped_unit
 
 # How long a restore holds up new samples, in seconds, while another thread holds the table's lock.
 SETTLING = 0.05

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import ListStorage, Storage, TensorStorage
 
-from .index import slot_index
-from .slots import TABLE_ATTRIBUTE, SlotGenerations
+from ..core.index import slot_index
+from ..core.table import TABLE_ATTRIBUTE, SlotGenerations
 
 STATE_KEYS = ("_generation", "_lineage", "_live_generation")
 

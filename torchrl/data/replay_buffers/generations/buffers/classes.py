@@ -22,24 +22,24 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 from torchrl.data.replay_buffers.utils import _reduce
 
-from . import background
-from .checks import (
+from ..checkpoints.state import SavedBuffer
+from ..core.checks import (
     checked_handles,
     checked_priority,
 )
-from .coordinates import checked_cells, priority_per_cell
-from .result import PriorityUpdateResult
-from .slots import SlotGenerations
-from .state import SavedBuffer
-from .tally import Tally, stats_of
-from .tracking import ENABLE_TRACKING
-from .tree import write_priority
-from .units import ANCHOR_KEYS, StampedSequence, anchor_priorities
-from .users_writers import stamp_rest
-from .writers import (
+from ..core.layout import checked_cells, priority_per_cell
+from ..core.priorities import write_priority
+from ..core.result import PriorityUpdateResult
+from ..core.table import SlotGenerations
+from ..core.tally import Tally, stats_of
+from ..writers.foreign import stamp_rest
+from ..writers.ring import (
     GENERATION_KEY,
     last_rows,
 )
+from . import background
+from .sequence import ANCHOR_KEYS, StampedSequence, anchor_priorities
+from .tracking import ENABLE_TRACKING
 
 
 class ConditionalPriorityUpdates(SavedBuffer):
@@ -84,7 +84,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
         **kwargs: Any,
     ) -> Any:
         """Builds what ``service_backend="ray"`` asks for; TorchRL's metaclass calls it."""
-        from .remote import RayReplayBuffer  # which is built on this module
+        from ..remote.remote import RayReplayBuffer  # which is built on this module
 
         options = dict(service_backend_options or {})
         if service_backend != "ray":
@@ -106,7 +106,7 @@ class ConditionalPriorityUpdates(SavedBuffer):
         An actor that Ray starts again after a crash knows no handle of before, until a checkpoint
         is loaded (*No resurrection*, design notes).
         """
-        from .remote import in_actor
+        from ..remote.remote import in_actor
 
         torchrls = super(ConditionalPriorityUpdates, in_actor(cls))
         return torchrls.as_remote(remote_config)  # type: ignore[attr-defined]

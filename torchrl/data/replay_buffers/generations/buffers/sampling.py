@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers import (
     Writer,
 )
 
-from .writers import RoundRobinWriter
+from ..writers.ring import RoundRobinWriter
 
 # Their samples name cells by one number, which a storage with ndim > 1 reads as a slot.
 _ONE_DIMENSION_ONLY = (PromptGroupSampler, StalenessAwareSampler, StreamingSliceSampler)

@@ -23,8 +23,8 @@ from tensordict import is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
 from torchrl.data.replay_buffers import Storage, Writer
 
-from .slots import SlotGenerations
-from .writers import (
+from ..core.table import SlotGenerations
+from .ring import (
     GENERATION_KEY,
     STATE_KEYS,
     StampingWriter,

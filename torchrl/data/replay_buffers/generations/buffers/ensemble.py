@@ -28,18 +28,18 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.data.replay_buffers.replay_buffers import _maybe_delay_init
 
-from . import dumps
-from .buffers import ConditionalPriorityUpdates, ReplayBuffer
-from .checks import check_dump_fits, check_fits, check_learner_fits, numbers
-from .index import integer_tensor
-from .lock import StorageLock
-from .max_value import check_ranks
-from .result import PriorityUpdateResult
-from .slots import SlotGenerations
-from .state import STATE_FILE
-from .tally import Tally
+from ..checkpoints import dumps
+from ..checkpoints.state import STATE_FILE
+from ..core.checks import check_dump_fits, check_fits, check_learner_fits, numbers
+from ..core.index import integer_tensor
+from ..core.result import PriorityUpdateResult
+from ..core.table import SlotGenerations
+from ..core.tally import Tally
+from ..processes.lock import StorageLock
+from ..writers.max_value import check_ranks
+from ..writers.ring import GENERATION_KEY, row_generations
+from .classes import ConditionalPriorityUpdates, ReplayBuffer
 from .tracking import SETTLING
-from .writers import GENERATION_KEY, row_generations
 
 
 class WriterEnsemble(torchrl_buffers.WriterEnsemble):

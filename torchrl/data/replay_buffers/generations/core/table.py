@@ -39,10 +39,10 @@ from torchrl.data.replay_buffers import (
     TensorStorage,
 )
 
-from .coordinates import Grid, shape_of_records
+from ..processes.sharing import BASE, SharedState
 from .index import integer_tensor, slot_index
-from .sharing import BASE, SharedState
-from .tree import check_leaves, past_the_end, samplers_on
+from .layout import Grid, shape_of_records
+from .priorities import check_leaves, past_the_end, samplers_on
 
 # TorchRL's own attribute name: an unmodified TorchRL writer on the storage finds the counters
 # there and advances them too.

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl.data.replay_buffers import TensorStorage
 
 from .index import integer_tensor, native_array
-from .tree import samplers_on
+from .priorities import samplers_on
 
 _UPDATE = "update_priority_if_present()"
 

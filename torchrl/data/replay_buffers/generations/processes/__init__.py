@@ -1,0 +1,3 @@
+"""What a table stands on: a lock, and memory that processes share. Imports nothing of ours."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What training loops use: trainer hooks, logs and plots of the updates, Hydra configurations."""
+
+from __future__ import annotations
