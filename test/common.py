@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
@@ -101,3 +103,20 @@ class Thread(threading.Thread):
         if self._error is not None:
             raise self._error
         return self.result
+
+
+@contextlib.contextmanager
+def failing_writes(storage: Any) -> Iterator[None]:
+    """Lets each write of a storage fail when it has put its data there."""
+    torchrls = storage.set
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        torchrls(*args, **kwargs)
+        raise OSError("no space left")
+
+    storage.set = failing
+    try:
+        with pytest.raises(OSError, match="no space left"):
+            yield
+    finally:
+        del storage.set

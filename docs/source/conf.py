@@ -51,10 +51,9 @@ nitpick_ignore_regex = [
     (r"py:class", r"optional|Writer|TensorDictBase|StorageEnsemble|SamplerEnsemble|CSVLogger"),
     (r"py:meth", r"loads|clients|stats"),  # of TorchRL's RayReplayBuffer
     # What this package does not export: bases in its modules, and names in their docstrings.
-    (r"py:class", rf"{OURS}\.[a-z_]+\.\w+"),
+    (r"py:class", rf"{OURS}\.[a-z_.]+\.\w+"),
     (r"py:.*", r"(StorageLock|Grid|Cells)(\.\w+)?"),
     (r"py:class", r"abc\.TensorClass_nocast"),
-    (r"py:attr", r"ring_log"),
 ]
 
 

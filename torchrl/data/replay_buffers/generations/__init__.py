@@ -1,17 +1,18 @@
 """Generation-stamped replay buffers: late priorities reach their own record or none.
 
-A learner samples slot 7, computes a TD error and writes it back as the priority of slot 7.
-Meanwhile a writer may have put another record there, and the error lands on it, silently. Here each
-slot has a counter, each sample carries the counters that it saw as ``"index_generation"``, and
-``update_priority_if_present`` writes only where they still agree, and says where that was.
+Each slot of a storage has a counter. A sample carries the counters that it saw, and the priorities
+computed from it are written only where slot and counter still agree, in one step under one lock.
 
-Read ``slots.py`` next: the table of counters. Then ``writers.py`` advances it, and ``buffers.py``
-compares it, on what ``tracking.py`` and ``state.py`` make of TorchRL's buffers. ``lock.py`` makes
-both atomic, ``sharing.py`` lets several processes in, ``checks.py`` validates an update,
-``result.py`` is what it reports, ``tree.py`` writes it, and ``background.py`` lets it run later.
-``coordinates.py`` knows the cells of a slot with ``ndim > 1``, ``units.py`` the anchors of
-sequences, ``sampling.py`` TorchRL's samplers; ``max_value.py`` and ``users_writers.py`` are about
-further writers, ``ensembles.py`` about several buffers in one, ``remote.py`` about Ray and RPC.
+Read ``core/table.py`` first, the counters, then ``core/update.py``, the comparison: that is the
+idea. Each folder imports those above it, and no other:
+
+- ``layout``: what an index names, a slot or with ``ndim > 1`` a cell of one;
+- ``processes``: the lock, and memory that processes share;
+- ``core``: the table, the conditional update, the priority trees;
+- ``writers``: TorchRL's writers, which advance the counters before they touch the data;
+- ``checkpoints``: saves, restores and copies after which no handle lies;
+- ``buffers``: TorchRL's buffers over a table, each call one step under its lock;
+- ``remote``, ``training``, ``launch``: Ray and RPC; trainers, logs, Hydra; scripts as they are.
 """
 
 from __future__ import annotations
@@ -20,46 +21,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .buffers.classes import (
-    ConditionalPriorityUpdates,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
 )
-from .buffers.ensemble import ReplayBufferEnsemble, WriterEnsemble
+from .buffers.conditional import ConditionalPriorityUpdates
+from .buffers.ensemble import ReplayBufferEnsemble
+from .buffers.ensemble_writer import WriterEnsemble
 from .core.result import PriorityUpdateResult
 from .core.table import SlotGenerations
-from .remote.remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
+from .remote.ray import RayReplayBuffer
+from .remote.rpc import RemoteTensorDictReplayBuffer
 from .writers.max_value import TensorDictMaxValueWriter
-from .writers.ring import RoundRobinWriter, TensorDictRoundRobinWriter
+from .writers.ring import RoundRobinWriter
+from .writers.tensordict_ring import TensorDictRoundRobinWriter
 
 if TYPE_CHECKING:
     from .training.hooks import LogPriorityUpdates, ReplayBufferTrainer
 
-# Names whose modules bring in far more of TorchRL, and are imported when they are asked for.
+# They bring in far more of TorchRL, and are imported when they are asked for.
 _LATE = {"LogPriorityUpdates": ".training.hooks", "ReplayBufferTrainer": ".training.hooks"}
 
-__all__ = [
-    "ConditionalPriorityUpdates",
-    "LogPriorityUpdates",
-    "PrioritizedReplayBuffer",
-    "PriorityUpdateResult",
-    "RayReplayBuffer",
-    "RemoteTensorDictReplayBuffer",
-    "ReplayBuffer",
-    "ReplayBufferEnsemble",
-    "ReplayBufferTrainer",
-    "RoundRobinWriter",
-    "SlotGenerations",
-    "TensorDictMaxValueWriter",
-    "TensorDictPrioritizedReplayBuffer",
-    "TensorDictReplayBuffer",
-    "TensorDictRoundRobinWriter",
-    "WriterEnsemble",
-]
+__all__ = ["PrioritizedReplayBuffer", "ReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
+__all__ += ["ConditionalPriorityUpdates", "ReplayBufferEnsemble", "TensorDictReplayBuffer"]
+__all__ += ["RoundRobinWriter", "TensorDictMaxValueWriter", "TensorDictRoundRobinWriter"]
+__all__ += ["PriorityUpdateResult", "SlotGenerations", "WriterEnsemble"]
+__all__ += ["RayReplayBuffer", "RemoteTensorDictReplayBuffer"]
+__all__ += ["LogPriorityUpdates", "ReplayBufferTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATE[name], __name__), name)
+    if name in _LATE:
+        return getattr(import_module(_LATE[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

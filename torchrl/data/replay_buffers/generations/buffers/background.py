@@ -12,7 +12,8 @@ that made a learner step of 5 ms 0.5 to 2 percent longer than the update itself 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,41 @@ def submit(rb: ReplayBuffer, name: str, update: Callable[[], T], small: bool) ->
         pending.append(future)
         rb._sample_dependency = future
     return future
+
+
+def synchronize(rb: ReplayBuffer) -> None:
+    """Waits for all that is in the background; the caller holds the buffer's ``_futures_lock``.
+
+    Raises:
+        Exception: what the first of them failed with. The error of each further one is the
+            ``__context__`` of the one before, at the end of its own chain: a traceback shows all.
+    """
+    futures = list(dict.fromkeys((*rb._prefetch_queue, *rb._pending_update_futures)))
+    wait(futures)
+    errors: list[BaseException] = []
+    for future in futures:
+        error = CancelledError() if future.cancelled() else future.exception()
+        # One that waited for another fails with the error of that one.
+        if error is not None and not any(error in _chain(other) for other in errors):
+            errors.append(error)
+    rb._pending_update_futures.clear()
+    rb._sample_dependency = None
+    for error, following in pairwise(errors):
+        *_, last = _chain(error)
+        last.__context__, last.__suppress_context__ = following, False
+    if errors:
+        raise errors[0]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error and those that a traceback shows with it, down to the first cause."""
+    chain = [error]
+    while True:
+        last = chain[-1]
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None or before in chain:
+            return chain
+        chain.append(before)
 
 
 def _made(update: Callable[[], T]) -> Future[T]:

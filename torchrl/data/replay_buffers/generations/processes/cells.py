@@ -37,12 +37,23 @@ class Cells:
         """Moves the numbers into shared memory, for the processes that start from now on.
 
         Under the lock that guards them, as a write in between would be lost.
+
+        Raises:
+            RuntimeError: if there is no room or no descriptor. Nothing has changed then.
         """
-        if self._strategy is None:
-            self._strategy = get_sharing_strategy()
+        self.move_to(self.shared_copy())
+
+    def shared_copy(self) -> torch.Tensor | None:
+        """What :meth:`share` may fail at: a copy in shared memory, None if they are in it."""
+        return self.tensor.clone().share_memory_() if self._strategy is None else None
+
+    def move_to(self, copy: torch.Tensor | None) -> None:
+        """Goes on with a :meth:`shared_copy`."""
+        if copy is not None:
             # The private memory stays, for a thread that is reading it without the lock.
             self._private = self.tensor
-            self._bind(self.tensor.clone().share_memory_())
+            self._bind(copy)
+            self._strategy = get_sharing_strategy()
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is None:  # a copy
@@ -92,19 +103,19 @@ class Cell:
     """
 
     def __init__(self, cells: Cells, position: int, lock: Guard) -> None:
-        self._cells = cells
+        self.cells = cells
+        self.lock = lock
         self._position = position
-        self._lock = lock
 
     @property
     def value(self) -> int:
         """The number."""
-        return self._cells.view[self._position]
+        return self.cells.view[self._position]
 
     @value.setter
     def value(self, value: int) -> None:
-        self._cells.view[self._position] = value
+        self.cells.view[self._position] = value
 
     def get_lock(self) -> AbstractContextManager[Any]:
         """Returns the lock that guards the number; nothing to take for the thread that holds it."""
-        return _HELD if self._lock.is_held() else self._lock
+        return _HELD if self.lock.is_held() else self.lock

@@ -11,12 +11,12 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from torchrl.data.replay_buffers import LazyMemmapStorage, LazyTensorStorage
 
 from .cells import Cells
-from .lock import POLL, StorageLock
+from .file_half import POLL
+from .lock import StorageLock
 
 # How long a process that does not hold the lock waits for another's first write.
 PATIENCE = 10.0
@@ -80,9 +80,3 @@ class FirstWrite:
                 )
             time.sleep(POLL)
         return True
-
-
-def install_first_write(storage: Any, lock: StorageLock) -> None:
-    """Makes the first write of a ``shared_init`` storage one that may be killed."""
-    if not isinstance(storage._init_event, FirstWrite):
-        storage._init_lock = storage._init_event = FirstWrite(storage, lock)

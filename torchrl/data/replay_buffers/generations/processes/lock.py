@@ -5,49 +5,53 @@ same lock. TorchRL gives each *buffer* a lock of its own, so two buffers on one 
 nobody; this lock belongs to the storage instead.
 
 It has two halves behind one interface. The thread half is a reentrant thread lock. The process half
-joins it when the process first forks, or first sends the lock to a process that it spawns; one that
-never does pays nothing for it. Where there is ``fcntl``, the process half is a record lock on an
-unlinked file: the kernel releases it when its holder dies, wherever that was.
+joins it when the process first forks, or first sends the lock to a process that it spawns.
 
-Record locks belong to a process and die with *any* descriptor of the file that it closes. So there
-is one descriptor per lock and process, and one lock object: a lock that arrives a second time is
-the one that is here already. ``flock`` would not do, since a forked child shares its parent's hold,
-and a semaphore dies locked.
+Ctrl-C, a signal handler that raises and ``PyThreadState_SetAsyncExc`` raise exceptions anywhere,
+and none may leave the lock taken. Python delivers them when a Python function is entered, after a
+call, and where a loop jumps back. So ``with`` is safe where it runs C functions only, which it does
+until the process half joins. From then on each hold is a generator that stands inside of the lock:
+to drop it is to leave the lock, and no exception from outside finds a place in that.
 """
 
 from __future__ import annotations
 
-import errno
-import os
-import tempfile
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter, methodcaller
+from threading import get_ident
 from typing import Any
 from uuid import uuid4
 
-import torch.multiprocessing
+from . import forks
+from .file_half import POLL, FileHalf
 
-from .cells import Cells
+_HELD_FOR_LONG = "another thread held its lock for long at the fork"
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
-# How long a fork waits, in all, for other threads to leave critical sections.
-FORK_PATIENCE = 10.0
-# How long a process waits for a semaphore before it looks whether its holder still lives, and how
-# long it believes in a holder that has not left its name.
-HOLDER_PATIENCE = 0.5
-NAMELESS_PATIENCE = 30.0
-POLL = 0.001
+class _ThreadHalf(type(threading.RLock())):  # type: ignore[misc]
+    """A reentrant lock that tells its owner's thread so without a call."""
 
-_by_order: weakref.WeakValueDictionary[int, StorageLock] = weakref.WeakValueDictionary()
+    owned = property(methodcaller("_is_owned"))
+
+
+class _Found(property):
+    """What ``with`` finds on an instance of the lock.
+
+    Found on the class, as :class:`contextlib.ExitStack` does, it calls a method instead.
+    """
+
+    def __init__(self, find: Callable[[Any], Any], method: str) -> None:
+        super().__init__(find)
+        self._method = methodcaller(method)
+
+    def __call__(self, lock: StorageLock, *exception: Any) -> Any:
+        return self._method(lock)
 
 
 class StorageLock:
@@ -63,6 +67,10 @@ class StorageLock:
     wait for a future while holding a table's lock, as ``sample`` of a prefetching buffer does: the
     future needs it to finish.
 
+    An exception that arrives at any moment leaves no hold behind a ``with lock`` or a
+    ``with lock.within(seconds)``. Between :meth:`acquire` and :meth:`release` it is up to the
+    caller, as it is with Python's own locks.
+
     Attributes:
         order (int): random id of the lock, the same in every process. Code that needs several
             tables at once takes their locks by ascending ``order``.
@@ -71,38 +79,56 @@ class StorageLock:
         >>> lock = StorageLock()
         >>> with lock, lock:  # reentrant
         ...     pass
-        >>> lock.acquire(timeout=0.1)
+        >>> with lock.within(0.1) as taken:
+        ...     taken
         True
-        >>> lock.release()
     """
 
+    # C functions of the thread half, found by C functions.
+    __enter__: Any = _Found(attrgetter("_bare_enter"), "acquire")
+    __exit__: Any = _Found(attrgetter("_bare_exit"), "release")
+
     def __init__(self) -> None:
-        self.order: int = uuid4().int
-        self._prepare: Callable[[], None] = _nothing
-        self._refusal: Callable[[], str | None] = _nothing
-        self._process: FileHalf | SemaphoreHalf | None = None
+        self._build(uuid4().int, None)
+
+    def _build(self, order: int, process: FileHalf | None) -> None:
+        self.order: int = order
+        self._process = process
         self._spare: list[FileHalf] = []
+        self._prepare: Callable[[], None] | None = None
+        self._refusal: Callable[[], str | None] | None = None
         self._failure: str | None = None  # why the process half could not join at a fork
-        self._reset_thread_half()
-        _by_order[self.order] = self
+        self._unasked = False  # a forked child that has not asked yet whether it may
+        self._inherited = False  # the forking thread held the lock, in the child
+        self._abandoned: list[dict[int, list[Iterator[bool]]]] = []
+        self._begin({})
+        if process is not None:
+            self.__class__ = _JoinedLock
+        forks.known[order] = self
+
+    def _begin(self, holds: dict[int, list[Iterator[bool]]]) -> None:
+        self._thread = _ThreadHalf()
+        # One object each for all ``with`` blocks, so that their references count those under way.
+        self._bare_enter = self._thread.__enter__
+        self._bare_exit = self._thread.__exit__
+        # By thread, its holds that are generators, the innermost last. Each thread has its list.
+        self._holds = holds
+        # Whether a generator is inside, and whether this process has the process half. Guarded by
+        # the thread half.
+        self._is_inside = self._has_kernel = False
 
     def guard(self, prepare: Callable[[], None], refusal: Callable[[], str | None]) -> None:
         """Tells the lock what it guards.
 
         Args:
             prepare (Callable[[], None]): called under the lock before the process half joins, to
-                move what the lock guards into shared memory.
+                move what the lock guards into shared memory. Called again, at the next fork, if it
+                raised.
             refusal (Callable[[], str | None]): called in a forked child at its first use of the
                 lock. A string says why the child may not use what the lock guards.
         """
-        self._prepare = prepare
         self._refusal = refusal
-
-    def _reset_thread_half(self) -> None:
-        self._thread = threading.RLock()
-        self._depth = 0  # holds of the thread that has it, guarded by the thread half
-        self._unasked = False  # a forked child that has not asked yet whether it may
-        self._inherited = 0  # holds that the forking thread had, in the child
+        self._prepare = prepare  # last: a fork may come in between
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
         """Takes the lock; returns whether it was taken.
@@ -113,30 +139,55 @@ class StorageLock:
                 for ever. Without effect if ``block`` is False.
 
         Raises:
-            RuntimeError: in a forked child that may not use what the lock guards; without
-                ``fcntl``, if the process that holds it has died.
+            RuntimeError: in a forked child that may not use what the lock guards.
         """
         if not block:
             timeout = 0.0
-        if timeout is None:
-            self._thread.acquire()
-            deadline = None
-        else:
-            timeout = max(timeout, 0.0)
-            deadline = time.monotonic() + timeout
-            if not self._thread.acquire(True, timeout):
-                return False
+        seconds = -1.0 if timeout is None else max(timeout, 0.0)
+        deadline = None if timeout is None else time.monotonic() + seconds
+        thread = self._thread
+        timed = timeout is not None and not thread.owned
+        mine = self._holds.setdefault(get_ident(), [])
+        depth = len(mine)
+        # An exception may come after any call, also of what undoes. So nothing is called before
+        # that, and each step finds in the state itself, not in a variable, what there is to undo.
         try:
-            if self._unasked:
-                self._ask()
-            if self._process is None or self._depth or self._process.acquire(deadline):
-                self._depth += 1
-                return True
+            try:
+                # `with` knows no timeout, so a hold more waits, until the generator has its own.
+                if timed and not thread.acquire(True, seconds):
+                    return False
+                mine.append(self._hold(thread, deadline))
+                if not next(mine[-1]):
+                    del mine[depth:]
+                return len(mine) > depth
+            finally:
+                if timed and thread.owned:
+                    thread.release()
         except BaseException:
-            self._thread.release()
+            del mine[depth:]
             raise
-        self._thread.release()
-        return False
+
+    def _hold(self, thread: _ThreadHalf, deadline: float | None) -> Iterator[bool]:
+        """Stands inside of the lock until it is dropped; gives whether it got in."""
+        with thread:
+            # A signal handler may take the lock at any call, and take the process half first. It
+            # leaves it to the block that it interrupts, which needs it still, if that is in here.
+            outermost = not self._is_inside
+            try:
+                self._is_inside = True
+                if self._unasked:
+                    self._ask()
+                yield self._process is None or self._has_kernel or self._take_kernel(deadline)
+            finally:
+                if outermost:
+                    self._is_inside = self._has_kernel = False
+                    if self._process is not None:
+                        del self._process.held
+
+    def _take_kernel(self, deadline: float | None) -> bool:
+        assert self._process is not None
+        self._has_kernel = self._process.acquire(deadline)
+        return self._has_kernel
 
     def release(self) -> None:
         """Gives the lock back.
@@ -144,15 +195,36 @@ class StorageLock:
         Raises:
             RuntimeError: if the calling thread does not hold it.
         """
-        if self._inherited:  # leaving a ``with`` block that was entered before the fork
-            self._inherited -= 1
-            return
-        if not self.is_held():
+        mine = self._holds.get(get_ident())
+        if mine:
+            del mine[-1]
+        elif self._thread.owned:  # a ``with`` block of before the process half joined
+            self._thread.release()
+        else:
             raise RuntimeError("release() needs a lock that this thread holds.")
-        self._depth -= 1
-        if not self._depth and self._process is not None:
-            self._process.release()
-        self._thread.release()
+
+    def _release_after(self, *exception: Any) -> None:
+        self.release()
+
+    def within(self, timeout: float | None) -> _Within:
+        """Takes the lock for a ``with`` block, which is given whether it was taken.
+
+        Args:
+            timeout (float or None): see :meth:`acquire`.
+
+        Raises:
+            RuntimeError: see :meth:`acquire`.
+        """
+        return _Within(partial(self.acquire, True, timeout), self._leaving(_nothing))
+
+    def _leaving(self, called: Callable[..., Any]) -> _Exit:
+        """What gives back, when dropped, all that this thread takes from now on."""
+        mine = self._holds.setdefault(get_ident(), [])
+        leave = _Exit()
+        leave.__call__ = called
+        # A C function: an exception inside of a finalizer would be lost.
+        leave.__del__ = partial(mine.__delitem__, slice(len(mine), None)) if mine else mine.clear
+        return leave
 
     @property
     def is_engaged(self) -> bool:
@@ -161,30 +233,7 @@ class StorageLock:
 
     def is_held(self) -> bool:
         """Whether the calling thread holds the lock."""
-        return self._thread._is_owned()  # type: ignore[attr-defined]
-
-    def __enter__(self) -> bool:
-        self._thread.acquire()
-        # The short way in: a write enters half a dozen times, and most processes have no child.
-        if self._depth or (self._process is None and not self._unasked):
-            self._depth += 1
-            return True
-        self._thread.release()
-        return self.acquire()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # The short way out, where no process half is to be given back.
-        short = self._depth > 1 or (self._depth == 1 and self._process is None)
-        if short and not self._inherited:  # a with block: this thread holds it
-            self._depth -= 1
-            self._thread.release()
-        else:
-            self.release()
+        return self._thread.owned
 
     # ------------------------------------------------------------------ the process half
 
@@ -192,14 +241,58 @@ class StorageLock:
         """Lets the process half join; nothing if it has.
 
         Raises:
-            RuntimeError: if what the lock guards cannot be shared. Nothing has changed then.
+            RuntimeError: if what the lock guards cannot be shared, if the calling thread holds the
+                lock, or on a platform without ``fcntl``. Nothing has changed then.
+            OSError: if there is no room for a lock file. Nothing has changed then.
         """
-        with self:
+        self._engage(None)
+
+    def _engage(self, deadline: float | None) -> None:
+        if self._process is not None:
+            return
+        if self.is_held():
+            raise RuntimeError("engage() needs a lock that this thread does not hold.")
+        # Who comes from now on looks, inside, whether the process half has joined. Who came before
+        # does not, and may be waiting still.
+        self.__class__ = _JoinedLock
+        while not self._is_bare():
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RuntimeError(_HELD_FOR_LONG)
+            time.sleep(POLL)
+        left = None if deadline is None else deadline - time.monotonic()
+        with self.within(left) as taken:
+            if not taken:
+                raise RuntimeError(_HELD_FOR_LONG)
             if self._process is None:
-                self._prepare()
-                process = FileHalf() if fcntl is not None else SemaphoreHalf()
-                process.acquire(None)  # this thread holds the lock
+                process = FileHalf()
+                if self._prepare is not None:
+                    self._prepare()
                 self._process = process
+
+    def _is_bare(self) -> bool:
+        """Whether no ``with`` block is under way that does not look for the process half."""
+        return (
+            sys.getrefcount(self._bare_enter) == _UNUSED
+            and sys.getrefcount(self._bare_exit) == _UNUSED
+        )
+
+    def ready_for_fork(self, deadline: float) -> None:
+        """Lets the process half join, by ``deadline``; what prevents it is told to the child."""
+        if self._prepare is None:  # a table that another thread is making
+            return
+        try:
+            self._engage(deadline)
+        except Exception as error:  # of whatever kind: the fork goes on, and other locks need it
+            self._failure = str(error) or type(error).__name__
+
+    def begin_in_child(self) -> None:
+        """Begins anew in a forked child, where only the forking thread goes on."""
+        self._inherited = self._inherited or self.is_held()
+        # What other threads held must not be given back here: the parent's threads hold it.
+        self._abandoned.append(self._holds)
+        self._begin({get_ident(): self._holds.get(get_ident(), [])})
+        self._unasked = True
+        self.__class__ = _JoinedLock
 
     def _ask(self) -> None:
         if self._inherited:
@@ -207,16 +300,17 @@ class StorageLock:
                 "A storage with generation tracking was used in a process that was forked while "
                 "its lock was held. Start processes outside of the lock."
             )
-        reason = self._refusal()
+        reason = None if self._refusal is None else self._refusal()
         if self._process is None:
-            reason = reason or self._failure or "another thread held its lock for long at the fork"
+            failure = self._failure or "its lock was being made at the fork"
+            reason = failure if reason is None else f"{reason}; {failure}"
         if reason is not None:
             raise RuntimeError(
                 f"A storage with generation tracking can't be used in a forked process: {reason}."
             )
         self._unasked = False
 
-    def _reduce_for_child(self) -> tuple[Any, ...]:
+    def reduce_for_child(self) -> tuple[Any, ...]:
         """How a spawned process gets this very lock."""
         if self.is_held():
             raise RuntimeError(
@@ -235,28 +329,53 @@ class StorageLock:
         return StorageLock, ()  # a copy of a storage is independent: it gets a lock of its own
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(order={self.order:#034x})"
+        return f"{StorageLock.__name__}(order={self.order:#034x})"
 
 
-def _nothing() -> None:
-    """Guards nothing, and so refuses nothing."""
+class _Exit:
+    """What ``with`` calls at the end, and drops in any case, also where the call never began."""
+
+    __slots__ = ("__call__", "__del__")
+
+    __call__: Callable[..., Any]
+    __del__: Callable[[], Any]
 
 
-def _arrive(order: int, process: FileHalf | SemaphoreHalf) -> StorageLock:
-    lock = _by_order.get(order)
-    if lock is None:
-        lock = StorageLock()
-        del _by_order[lock.order]
-        lock.order = order
-        lock._process = process
-        _by_order[order] = lock
-    elif isinstance(process, FileHalf):
-        with lock._thread:  # to close a second descriptor is to drop the lock: not while it is held
-            if lock._depth:
-                lock._spare.append(process)
-            else:
-                process.close()
-    return lock
+class _Within:
+    """A context manager of an enter and an exit."""
+
+    __slots__ = ("__enter__", "__exit__")
+
+    def __init__(self, enter: Callable[[], bool], leave: _Exit) -> None:
+        self.__enter__: Any = enter
+        self.__exit__: Any = leave
+
+
+class _JoinedLock(StorageLock):
+    """The same where the process half has joined, or is about to: each hold is a generator."""
+
+    __enter__: Any = _Found(attrgetter("acquire"), "acquire")
+    __exit__: Any = _Found(lambda lock: lock._leaving(lock._release_after), "release")
+
+
+def _nothing(*exception: Any) -> None:
+    """For an exit that does all there is to do when it is dropped."""
+
+
+def _arrive(order: int, process: FileHalf) -> StorageLock:
+    known = forks.known.get(order)
+    if known is None:
+        lock = StorageLock.__new__(StorageLock)
+        lock._build(order, process)
+        return lock
+    assert isinstance(known, StorageLock)
+    # To close a second descriptor of the file is to drop the lock: not while it is held.
+    if known.is_held():
+        known._spare.append(process)
+    else:
+        with known._thread:
+            process.close()
+    return known
 
 
 def _reduce_for_child(lock: StorageLock) -> tuple[Any, ...]:
@@ -265,160 +384,11 @@ def _reduce_for_child(lock: StorageLock) -> tuple[Any, ...]:
             "A buffer with generation tracking can't be sent through a queue, pipe or pool: the "
             "records would be shared and the counters copied. Pass it to a Process as an argument."
         )
-    return lock._reduce_for_child()
+    return lock.reduce_for_child()
 
 
+_unused = StorageLock()
+# The references to `_bare_exit` and its like while no ``with`` block uses it.
+_UNUSED = sys.getrefcount(_unused._bare_exit)
 ForkingPickler.register(StorageLock, _reduce_for_child)
-
-
-class FileHalf:
-    """A record lock on an unlinked file. The kernel releases it when the holder dies."""
-
-    def __init__(self, descriptor: int | None = None) -> None:
-        if descriptor is None:
-            descriptor, path = tempfile.mkstemp(prefix="torchrl_generations_lock_")
-            os.unlink(path)
-        self._fd = descriptor
-        self.close = weakref.finalize(self, os.close, descriptor)
-
-    def acquire(self, deadline: float | None) -> bool:
-        """Takes it by ``deadline`` (``time.monotonic()``); None waits for ever."""
-        while True:
-            try:
-                # Without a deadline the kernel waits, and wakes us in turn.
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | (0 if deadline is None else fcntl.LOCK_NB))
-                return True
-            except OSError as error:
-                # The kernel sees processes, not threads: two that use two tables from several
-                # threads look like a deadlock to it and are none.
-                if error.errno not in (errno.EDEADLK, errno.EACCES, errno.EAGAIN):
-                    raise
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL)
-
-    def release(self) -> None:
-        """Gives it back."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _file_half, (DupFd(self._fd),)
-
-
-def _file_half(descriptor: Any) -> FileHalf:
-    return FileHalf(descriptor.detach())
-
-
-class SemaphoreHalf:
-    """Where there is no ``fcntl``: a semaphore that knows its holder.
-
-    A holder that dies leaves it taken. Whoever waits then gets an error that names the process
-    instead of waiting for ever.
-    """
-
-    def __init__(self) -> None:
-        self._semaphore = torch.multiprocessing.get_context("spawn").Lock()
-        self._holder = Cells([0])
-        self._holder.share()
-
-    def acquire(self, deadline: float | None) -> bool:
-        """Takes it by ``deadline`` (``time.monotonic()``); None waits for ever.
-
-        Raises:
-            RuntimeError: if the process that holds it has died.
-        """
-        nameless_since = time.monotonic()
-        while True:
-            left = HOLDER_PATIENCE if deadline is None else deadline - time.monotonic()
-            if self._semaphore.acquire(True, max(0.0, min(left, HOLDER_PATIENCE))):
-                self._holder.view[0] = os.getpid()
-                return True
-            holder = self._holder.view[0]
-            if holder:
-                nameless_since = time.monotonic()
-            nameless = time.monotonic() - nameless_since > NAMELESS_PATIENCE
-            if nameless or (holder and not _is_alive(holder)):
-                raise RuntimeError(
-                    f"Process {holder or 'unknown'} died while it held the lock of a storage with "
-                    "generation tracking, which this platform can't release. Restart from a "
-                    "checkpoint."
-                )
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-
-    def release(self) -> None:
-        """Gives it back."""
-        self._holder.view[0] = 0
-        self._semaphore.release()
-
-
-def _is_alive(pid: int) -> bool:
-    if os.name == "nt":
-        import ctypes
-
-        kernel = ctypes.windll.kernel32  # type: ignore[attr-defined]
-        handle = kernel.OpenProcess(0x1000, False, pid)  # PROCESS_QUERY_LIMITED_INFORMATION
-        code = ctypes.c_ulong(0)
-        kernel.GetExitCodeProcess(handle, ctypes.byref(code))
-        kernel.CloseHandle(handle)
-        return code.value == 259  # STILL_ACTIVE
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:  # a process that has ended and that nobody has waited for
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return True
-
-
-# ---------------------------------------------------------------------- forks
-
-_forking = threading.RLock()
-_taken_for_fork: list[StorageLock] = []  # strong: none may go before it is released
-
-
-def _before_fork() -> None:
-    """Lets every lock's process half join, while no other thread is inside of the lock."""
-    _forking.acquire()
-    deadline = time.monotonic() + FORK_PATIENCE
-    for _, lock in sorted(_by_order.items()):
-        if lock._process is not None:  # the kernel keeps the child out
-            continue
-        if not lock._thread.acquire(True, max(0.0, deadline - time.monotonic())):
-            continue
-        _taken_for_fork.append(lock)
-        try:
-            lock.engage()
-        except (RuntimeError, OSError) as error:
-            # What can't be shared stays as it is: the child is told so at its first use.
-            lock._failure = str(error)
-
-
-def _after_fork_in_parent() -> None:
-    while _taken_for_fork:
-        _taken_for_fork.pop()._thread.release()
-    _forking.release()
-
-
-def _after_fork_in_child() -> None:
-    global _forking
-    for lock in list(_by_order.values()):
-        # Only the forking thread goes on here; what others held, the parent's threads hold.
-        inherited = lock._depth if lock.is_held() else 0
-        lock._reset_thread_half()
-        lock._inherited = inherited
-        lock._unasked = True
-    _taken_for_fork.clear()
-    _forking = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_before_fork,
-        after_in_parent=_after_fork_in_parent,
-        after_in_child=_after_fork_in_child,
-    )
+ForkingPickler.register(_JoinedLock, _reduce_for_child)

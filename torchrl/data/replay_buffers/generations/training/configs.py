@@ -2,7 +2,7 @@
 
 Importing this module puts them into Hydra's config store, in TorchRL's groups ``writer`` and
 ``replay_buffer``, each under a name that begins with ``generations_``. Fields that are not told
-here are those of TorchRL's configurations. A whole configuration, as YAML:
+here are those of TorchRL's configurations. A nested key is a list. A whole configuration, as YAML:
 
 .. code-block:: yaml
 
@@ -25,7 +25,7 @@ here are those of TorchRL's configurations. A whole configuration, as YAML:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,19 +33,61 @@ import torch
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, OmegaConf
-from torchrl.data.replay_buffers import Writer
 from torchrl.trainers.algorithms.configs import data as torchrl_configs
 
-from ..buffers.classes import (
-    PrioritizedReplayBuffer,
-    TensorDictPrioritizedReplayBuffer,
-    TensorDictReplayBuffer,
-)
-from ..buffers.ensemble import ReplayBufferEnsemble, WriterEnsemble
-from ..remote.remote import RayReplayBuffer, RemoteTensorDictReplayBuffer
-from ..writers.max_value import TensorDictMaxValueWriter
-
 _PACKAGE = "torchrl.data.replay_buffers.generations"
+_BUILD = f"{_PACKAGE}.training.configs.build"
+
+
+def build(*, _class: str, **fields: Any) -> Any:
+    """Builds a writer or buffer of this package from what YAML can say.
+
+    Keyword Args:
+        _class (str): the name of its class.
+        **fields: its arguments, see :data:`CONVERTED` and :data:`POSITIONAL`; further ones in
+            ``arguments``.
+
+    Raises:
+        ValueError: if ``dtype`` is the name of no floating-point dtype of torch.
+    """
+    plain: dict[str, Any] = {
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+        for name, value in fields.items()
+    }
+    members = plain.pop(POSITIONAL.get(_class, ""), ())
+    plain.update(plain.pop("arguments", {}))
+    arguments = {
+        name: CONVERTED[name](value) if name in CONVERTED else value
+        for name, value in plain.items()
+    }
+    return get_class(f"{_PACKAGE}.{_class}")(*members, **arguments)
+
+
+def _nested_key(key: Any) -> Any:
+    """YAML knows lists where a nested key is a tuple."""
+    return tuple(key) if isinstance(key, list) else key
+
+
+def _floating_dtype(given: Any) -> torch.dtype:
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(
+            "PrioritizedReplayBufferConfig: dtype must name a floating-point dtype of torch, such "
+            f"as 'float64': got {given!r}."
+        )
+    return dtype
+
+
+# Fields whose argument YAML can't say, and what makes it of them.
+CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "priority_key": _nested_key,
+    "rank_key": _nested_key,
+    "routing_key": _nested_key,
+    "dtype": _floating_dtype,
+    "replay_buffer_cls": lambda given: get_class(given) if isinstance(given, str) else given,
+}
+# Fields that hold a list of positional arguments, by the class.
+POSITIONAL = {"WriterEnsemble": "writers", "ReplayBufferEnsemble": "rbs"}
 
 
 @dataclass
@@ -64,9 +106,10 @@ class TensorDictRoundRobinWriterConfig(torchrl_configs.TensorDictRoundRobinWrite
 
 @dataclass
 class TensorDictMaxValueWriterConfig(torchrl_configs.TensorDictMaxValueWriterConfig):
-    """Configuration of our :class:`TensorDictMaxValueWriter`; ``rank_key`` may be a list."""
+    """Configuration of our :class:`TensorDictMaxValueWriter`."""
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_max_value_writer"
+    _target_: str = _BUILD
+    _class: str = "TensorDictMaxValueWriter"
     compilable: bool = False
     track_generations: bool = False
 
@@ -75,7 +118,8 @@ class TensorDictMaxValueWriterConfig(torchrl_configs.TensorDictMaxValueWriterCon
 class WriterEnsembleConfig(torchrl_configs.WriterConfig):
     """Configuration of :class:`~torchrl.data.replay_buffers.generations.WriterEnsemble`."""
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_writer_ensemble"
+    _target_: str = _BUILD
+    _class: str = "WriterEnsemble"
     writers: list[Any] = field(default_factory=list)
     track_generations: bool = False
 
@@ -90,12 +134,10 @@ class ReplayBufferConfig(torchrl_configs.ReplayBufferConfig):
 
 @dataclass
 class TensorDictReplayBufferConfig(torchrl_configs.TensorDictReplayBufferConfig):
-    """Configuration of :class:`~torchrl.data.replay_buffers.generations.TensorDictReplayBuffer`.
+    """Configuration of :class:`~torchrl.data.replay_buffers.generations.TensorDictReplayBuffer`."""
 
-    ``priority_key`` may be a list: a nested key.
-    """
-
-    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_replay_buffer"
+    _target_: str = _BUILD
+    _class: str = "TensorDictReplayBuffer"
     priority_key: Any = "td_error"
     transport: str = "auto"
     transport_options: Any = None
@@ -107,6 +149,7 @@ class TensorDictReplayBufferConfig(torchrl_configs.TensorDictReplayBufferConfig)
 class _BufferConfig(torchrl_configs.ReplayBufferBaseConfig):
     """What all buffers take."""
 
+    _target_: str = _BUILD
     track_generations: bool = False
     batch_size: int | None = None
     prefetch: int | None = None
@@ -141,7 +184,7 @@ class PrioritizedReplayBufferConfig(_PrioritizedConfig):
     ``dtype`` is the name of a floating-point dtype of torch.
     """
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_prioritized_replay_buffer"
+    _class: str = "PrioritizedReplayBuffer"
     dtype: Any = "float32"
     sampler: Any = None
     delayed_init: bool = False
@@ -149,12 +192,9 @@ class PrioritizedReplayBufferConfig(_PrioritizedConfig):
 
 @dataclass
 class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
-    """Configuration of our :class:`TensorDictPrioritizedReplayBuffer`.
+    """Configuration of our :class:`TensorDictPrioritizedReplayBuffer`."""
 
-    ``priority_key`` may be a list: a nested key.
-    """
-
-    _target_: str = f"{_PACKAGE}.training.configs.make_tensordict_prioritized_replay_buffer"
+    _class: str = "TensorDictPrioritizedReplayBuffer"
     priority_key: Any = "td_error"
     reduction: str = "max"
     compilable: bool = False
@@ -165,10 +205,10 @@ class TensorDictPrioritizedReplayBufferConfig(_PrioritizedConfig):
 class ReplayBufferEnsembleConfig(_BufferConfig):
     """Configuration of :class:`~torchrl.data.replay_buffers.generations.ReplayBufferEnsemble`.
 
-    ``rbs`` are the members, a list of configurations. ``routing_key`` may be a list.
+    ``rbs`` are the members, a list of configurations.
     """
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_replay_buffer_ensemble"
+    _class: str = "ReplayBufferEnsemble"
     rbs: list[Any] = field(default_factory=list)
     p: Any = None
     sample_from_all: bool = False
@@ -192,7 +232,7 @@ class ReplayBufferEnsembleConfig(_BufferConfig):
 class RemoteTensorDictReplayBufferConfig(TensorDictReplayBufferConfig):
     """Configuration of our :class:`RemoteTensorDictReplayBuffer`, as of the buffer it is."""
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_remote_tensordict_replay_buffer"
+    _class: str = "RemoteTensorDictReplayBuffer"
 
 
 @dataclass
@@ -203,7 +243,8 @@ class RayReplayBufferConfig(torchrl_configs.ReplayBufferBaseConfig):
     that takes: storage, sampler and writer with ``_partial_: true``.
     """
 
-    _target_: str = f"{_PACKAGE}.training.configs.make_ray_replay_buffer"
+    _target_: str = _BUILD
+    _class: str = "RayReplayBuffer"
     replay_buffer_cls: Any = f"{_PACKAGE}.ReplayBuffer"
     ray_init_config: Any = None
     remote_config: Any = None
@@ -213,93 +254,17 @@ class RayReplayBufferConfig(torchrl_configs.ReplayBufferBaseConfig):
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def make_remote_tensordict_replay_buffer(
-    *, priority_key: Any, **kwargs: Any
-) -> RemoteTensorDictReplayBuffer:
-    """Builds the buffer from what YAML can say."""
-    return RemoteTensorDictReplayBuffer(priority_key=_nested_key(priority_key), **kwargs)
-
-
-def make_ray_replay_buffer(
-    *, replay_buffer_cls: Any, arguments: Mapping[str, Any], **kwargs: Any
-) -> RayReplayBuffer:
-    """Builds the buffer from what YAML can say."""
-    if isinstance(replay_buffer_cls, str):
-        replay_buffer_cls = get_class(replay_buffer_cls)
-    plain = {
-        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-        for name, value in kwargs.items()
-    }
-    return RayReplayBuffer(replay_buffer_cls=replay_buffer_cls, **plain, **arguments)
-
-
-def make_tensordict_max_value_writer(*, rank_key: Any, **kwargs: Any) -> TensorDictMaxValueWriter:
-    """Builds the writer from what YAML can say."""
-    return TensorDictMaxValueWriter(rank_key=_nested_key(rank_key), **kwargs)
-
-
-def make_writer_ensemble(*, writers: Sequence[Writer], **kwargs: Any) -> WriterEnsemble:
-    """Builds the ensemble, which takes its writers as positional arguments."""
-    return WriterEnsemble(*writers, **kwargs)
-
-
-def make_replay_buffer_ensemble(
-    *, rbs: Sequence[Any], routing_key: Any, p: Any, **kwargs: Any
-) -> ReplayBufferEnsemble:
-    """Builds the ensemble, which takes its members as positional arguments."""
-    if isinstance(p, Sequence) and not isinstance(p, str):
-        p = list(p)
-    return ReplayBufferEnsemble(*rbs, routing_key=_nested_key(routing_key), p=p, **kwargs)
-
-
-def make_tensordict_replay_buffer(*, priority_key: Any, **kwargs: Any) -> TensorDictReplayBuffer:
-    """Builds the buffer from what YAML can say."""
-    return TensorDictReplayBuffer(priority_key=_nested_key(priority_key), **kwargs)
-
-
-def make_tensordict_prioritized_replay_buffer(
-    *, priority_key: Any, **kwargs: Any
-) -> TensorDictPrioritizedReplayBuffer:
-    """Builds the buffer from what YAML can say."""
-    return TensorDictPrioritizedReplayBuffer(priority_key=_nested_key(priority_key), **kwargs)
-
-
-def make_prioritized_replay_buffer(*, dtype: Any, **kwargs: Any) -> PrioritizedReplayBuffer:
-    """Builds the buffer from what YAML can say.
-
-    Raises:
-        ValueError: if torch has no floating-point dtype of that name.
-    """
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (isinstance(named, torch.dtype) and named.is_floating_point):
-        raise ValueError(
-            "PrioritizedReplayBufferConfig: dtype must name a floating-point dtype of torch, such "
-            f"as 'float64': got {dtype!r}."
-        )
-    return PrioritizedReplayBuffer(dtype=named, **kwargs)
-
-
-def _nested_key(key: Any) -> Any:
-    """YAML knows lists where a nested key is a tuple."""
-    return tuple(key) if isinstance(key, Sequence) and not isinstance(key, str) else key
-
-
-def _register() -> None:
-    store = ConfigStore.instance()
-    for group, name, node in (
-        ("writer", "round_robin", RoundRobinWriterConfig),
-        ("writer", "tensordict_round_robin", TensorDictRoundRobinWriterConfig),
-        ("writer", "tensordict_max_value", TensorDictMaxValueWriterConfig),
-        ("writer", "ensemble", WriterEnsembleConfig),
-        ("replay_buffer", "base", ReplayBufferConfig),
-        ("replay_buffer", "prioritized", PrioritizedReplayBufferConfig),
-        ("replay_buffer", "tensordict", TensorDictReplayBufferConfig),
-        ("replay_buffer", "tensordict_prioritized", TensorDictPrioritizedReplayBufferConfig),
-        ("replay_buffer", "ensemble", ReplayBufferEnsembleConfig),
-        ("replay_buffer", "remote", RemoteTensorDictReplayBufferConfig),
-        ("replay_buffer", "ray", RayReplayBufferConfig),
-    ):
-        store.store(group=group, name=f"generations_{name}", node=node)
-
-
-_register()
+for _group, _name, _node in (
+    ("writer", "round_robin", RoundRobinWriterConfig),
+    ("writer", "tensordict_round_robin", TensorDictRoundRobinWriterConfig),
+    ("writer", "tensordict_max_value", TensorDictMaxValueWriterConfig),
+    ("writer", "ensemble", WriterEnsembleConfig),
+    ("replay_buffer", "base", ReplayBufferConfig),
+    ("replay_buffer", "prioritized", PrioritizedReplayBufferConfig),
+    ("replay_buffer", "tensordict", TensorDictReplayBufferConfig),
+    ("replay_buffer", "tensordict_prioritized", TensorDictPrioritizedReplayBufferConfig),
+    ("replay_buffer", "ensemble", ReplayBufferEnsembleConfig),
+    ("replay_buffer", "remote", RemoteTensorDictReplayBufferConfig),
+    ("replay_buffer", "ray", RayReplayBufferConfig),
+):
+    ConfigStore.instance().store(group=_group, name=f"generations_{_name}", node=_node)

@@ -1,20 +1,8 @@
 """TorchRL's trainer hook on the conditional path, and one that logs what it did.
 
 TorchRL's own trainers make their hook themselves. They are safe with a buffer that was built with
-``guard_priorities=True``, and log what became of the priorities with one line more:
-
->>> from torchrl.data import LazyTensorStorage
->>> from torchrl.data.replay_buffers.generations import TensorDictPrioritizedReplayBuffer
->>> rb = TensorDictPrioritizedReplayBuffer(
-...     alpha=0.7,
-...     beta=0.5,
-...     storage=LazyTensorStorage(1000),
-...     batch_size=32,
-...     track_generations=True,
-...     guard_priorities=True,
-... )
->>> def with_counts(trainer):  # a DQNTrainer(replay_buffer=rb, ...), say
-...     LogPriorityUpdates(rb).register(trainer)
+``guard_priorities=True``, and ``LogPriorityUpdates(rb).register(trainer)`` logs what became of the
+priorities.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from .hooks import LOGGED
+
 
 def plot_priority_updates(folder: str | Path) -> Figure:
     """Plots what :class:`.LogPriorityUpdates` wrote with TorchRL's :class:`CSVLogger`.
@@ -35,7 +37,7 @@ def plot_priority_updates(folder: str | Path) -> Figure:
         [[100.0, 0.0], [200.0, 0.5]]
     """
     folder = Path(folder)
-    applied, stale = (_read(folder, name) for name in ("updates_applied", "updates_stale"))
+    applied, stale = (_read(folder, name) for name in LOGGED[:2])
     figure = Figure(figsize=(8, 6), layout="constrained")
     counts, share = figure.subplots(2, 1, sharex=True)
     for label, values in (("applied", applied), ("stale", stale)):
@@ -46,7 +48,11 @@ def plot_priority_updates(folder: str | Path) -> Figure:
     frames = sorted(applied.keys() & stale.keys())
     shares = {}
     for before, after in pairwise(frames):
-        steps = [_since(values[before], values[after]) for values in (applied, stale)]
+        # A count that fell has begun at zero again.
+        steps = [
+            values[after] - (values[before] if values[before] <= values[after] else 0)
+            for values in (applied, stale)
+        ]
         if sum(steps):
             shares[after] = steps[1] / sum(steps)
     share.plot(list(shares), list(shares.values()))
@@ -67,8 +73,3 @@ def _read(folder: Path, name: str) -> dict[int, float]:
         )
     with path.open(newline="") as rows:
         return {int(frames): float(value) for frames, value in csv.reader(rows)}
-
-
-def _since(before: float, after: float) -> float:
-    """How much a count grew; it begins at zero again after a reset."""
-    return after - before if after >= before else after

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 from torchrl.data import replay_buffers as torchrl_buffers
-from torchrl.data.replay_buffers import ImmutableDatasetWriter, Storage, Writer
+from torchrl.data.replay_buffers import ImmutableDatasetWriter, Writer
 
 from ..core.table import SlotGenerations
+from ..processes.writing import cleaning_up_after
 from .max_value import TensorDictMaxValueWriter
-from .ring import (
-    RoundRobinWriter,
-    StampingWriter,
-    TensorDictRoundRobinWriter,
-    give_default_priority,
-)
+from .ring import RoundRobinWriter
+from .stamping import give_default_priority
+from .tensordict_ring import TensorDictRoundRobinWriter
 
 # Their writes stamp every slot before its data: nothing to watch.
 OUR_WRITERS = (RoundRobinWriter, TensorDictRoundRobinWriter, TensorDictMaxValueWriter)
@@ -32,69 +30,43 @@ RING_WRITERS = (
 )
 
 
-def watched(
-    write: Callable[[], Any], table: SlotGenerations, storage: Storage, writer: Writer
-) -> Any:
+def watched(write: Callable[[], Any], table: SlotGenerations, writer: Writer) -> Any:
     """Makes a write through any other writer, under the lock of the table.
 
     Args:
         write (Callable[[], Any]): the write; what it returns is returned.
         table (SlotGenerations): the table of the storage.
-        storage (Storage): the storage.
         writer (Writer): the writer.
     """
-    late = stamps_late(writer)
-    if late:
-        own, bump = vars(writer).get("_bump_generation"), writer._bump_generation
-
-        def bump_and_note(index: Any, data: Any) -> None:
-            bump(index, data)
-            slots = torch.as_tensor(index).reshape(-1)
-            table.of(slots)  # brings to the base what it has advanced to less
-            table.note(slots)
-
-        writer._bump_generation = bump_and_note
     try:
-        with table.noting():
+        with table.writing.watched():
             index = write()
             if index is not None:
-                stamp_rest(table, storage, index)
+                stamp_rest(table, index)
             return index
-    except BaseException:
-        if not _stamps_first(writer):
-            table.advance_written()
-            give_default_priority(storage, table.records())
+    except BaseException as error:
+        with cleaning_up_after(error):
+            if not _stamps_first(writer):
+                table.advance_written()
+                give_default_priority(table, torch.arange(table.layout.length))
         raise
-    finally:
-        if late:
-            del writer._bump_generation
-            if own is not None:  # a write within a write
-                writer._bump_generation = own
 
 
-def stamp_rest(table: SlotGenerations, storage: Storage, index: Any) -> None:
+def stamp_rest(table: SlotGenerations, index: Any) -> None:
     """Stamps what a watched write left out, with the default priority; else nothing.
 
     Args:
         table (SlotGenerations): the table of the storage.
-        storage (Storage): the storage.
         index: the slots that the writer returned, or with ``ndim > 1`` the coordinates of their
             cells; -1 is a row that it rejected.
     """
-    if table.is_noting:
+    if table.writing.is_watched:
         slots = torch.as_tensor(index)
-        slots = slots.reshape(-1) if table.grid is None else slots[..., 0].unique()
-        rest = table.unnoted(slots[slots >= 0])
+        slots = slots.reshape(-1) if slots.ndim < 2 else slots[..., 0].unique()
+        rest = table.writing.unadvanced(slots[slots >= 0])
         if rest.numel():
             table.advance(rest)
-            give_default_priority(storage, rest)
-
-
-def stamps_late(writer: Writer) -> bool:
-    """Whether this is one of TorchRL's ring writers, which stamp by themselves after the data."""
-    return isinstance(writer, torchrl_buffers.RoundRobinWriter) and not isinstance(
-        writer, StampingWriter
-    )
+            give_default_priority(table, rest)
 
 
 def _stamps_first(writer: Writer) -> bool:

@@ -21,16 +21,12 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 from torchrl.data import replay_buffers as torchrl_buffers
-from torchrl.data.replay_buffers import Storage, Writer
+from torchrl.data.replay_buffers import Storage, TensorStorage
 
 from ..core.table import SlotGenerations
-from .ring import (
-    GENERATION_KEY,
-    STATE_KEYS,
-    StampingWriter,
-    give_default_priority,
-    without_stamps,
-)
+from ..processes.writing import cleaning_up_after
+from .records import check_records
+from .stamping import GENERATION_KEY, StampingWriter, give_default_priority, without_stamps
 
 # What dumps() adds to TorchRL's files.
 STATE_FILE = "max_value.pt"
@@ -117,7 +113,7 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
             self._ranked_writes = self._write_count
             return slot if slot is None else self._stamp_late(slot)
         stored = self._rankable(data)
-        with table.lock, self._ranking() as replaced:
+        with table.lock, self._ranking(table) as replaced:
             slot = self._insert(stored, replaced)
             if slot is None:
                 return None
@@ -150,7 +146,7 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
             self._stamp_late(index[index >= 0])
             return index
         stored = self._rankable(data)
-        with table.lock, self._ranking() as replaced:
+        with table.lock, self._ranking(table) as replaced:
             slots = [self._insert(record, replaced) for record in stored]
             row_of = {slot: row for row, slot in enumerate(slots) if slot is not None}
             index = torch.full((len(slots),), -1, device=getattr(data, "device", None))
@@ -179,8 +175,9 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
         return without_stamps(data)
 
     @contextlib.contextmanager
-    def _ranking(self) -> Iterator[dict[int, tuple[float, int] | None]]:
+    def _ranking(self, table: SlotGenerations) -> Iterator[dict[int, tuple[float, int] | None]]:
         """Guards the ranks of a write: gives the dict of the entries that it replaces."""
+        table.writing.refuse("A write", by_writer=True)
         if self._ranked_writes != self._write_count:
             raise RuntimeError(
                 "This TensorDictMaxValueWriter does not know the ranks of all records: another "
@@ -192,7 +189,8 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
         cursor = self._cursor
         replaced: dict[int, tuple[float, int] | None] = {}
         try:
-            yield replaced
+            with table.writing.marker:
+                yield replaced
         except BaseException:
             kept = [entry for entry in self._current_top_values if entry[1] not in replaced]
             self._current_top_values = kept + [entry for entry in replaced.values() if entry]
@@ -211,17 +209,25 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
     def _put(self, table: SlotGenerations, slots: torch.Tensor, cursor: Any, data: Any) -> None:
         """Stamps ``slots`` and then writes ``data`` there."""
         storage = self._storage
-        table.forget_failed_first_write()
+        table.sharing.forget_failed_first_write()
+        lead = torch.Size([]) if isinstance(cursor, int) else slots.shape
+        check_records(storage, data, lead, "A write")
         length = len(storage)
+        table.writing.slots = slots
         table.advance(slots)
         try:
             storage.set(cursor, data)
-        except BaseException:
-            give_default_priority(storage, slots)
+        except BaseException as error:
+            with cleaning_up_after(error):
+                if isinstance(storage, TensorStorage):
+                    storage._len = length  # slots past it may never have been written
+                give_default_priority(table, slots)
             raise
-        if table._share_at_first_write:
-            table.share_records()
-        give_default_priority(storage, slots)
+        finally:
+            table.writing.slots = None
+        if table.sharing.records_wait:
+            table.sharing.share_records()
+        give_default_priority(table, slots)
         self._fill_gap(table, length, slots)
 
     def _count(self, writes: int) -> None:
@@ -249,15 +255,14 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
                 "_write_count": self._write_count,
                 "_rank_key": self._rank_key,
                 "_current_top_values": list(self._current_top_values),
-                **((self._pending or {}) if table is None else table.state_dict()),
+                **self._saved_stamps(),
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what :meth:`state_dict` gave; the storage's records must be restored already.
 
-        Which handles live on is told at
-        :meth:`~torchrl.data.replay_buffers.generations.SlotGenerations.load_state_dict`. Records
-        that ran on since the state was taken are ranked anew.
+        Which handles live on is told at :ref:`ref_buffers_generations_checkpoints`. Records that
+        ran on since the state was taken are ranked anew.
 
         Raises:
             NotImplementedError: as TorchRL's does, if the writer does not track.
@@ -265,7 +270,7 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
         if not self.tracks_generations:
             super().load_state_dict(state_dict)
         ranks = [(rank, int(slot)) for rank, slot in state_dict["_current_top_values"]]
-        self._take_over({key: state_dict[key] for key in STATE_KEYS if key in state_dict})
+        self._take_over(state_dict)
         self._write_count = self._ranked_writes = state_dict["_write_count"]
         self._rank_key = state_dict["_rank_key"]
         self._current_top_values = ranks
@@ -275,9 +280,9 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
     def rank_what_ran_on(self) -> None:
         """Ranks the records anew that are others than at the time of the state last loaded."""
         table, cursor = self.table, self._cursor
-        if table is None or table.ran_on is None:
+        if table is None or table.history.ran_on is None:
             return
-        ran_on = table.ran_on[: len(self._storage)].nonzero()[:, 0].tolist()
+        ran_on = table.history.ran_on[: len(self._storage)].nonzero()[:, 0].tolist()
         others = [entry for entry in self._current_top_values if entry[1] not in set(ran_on)]
         self._current_top_values = others
         heapq.heapify(others)
@@ -311,25 +316,3 @@ class TensorDictMaxValueWriter(StampingWriter, torchrl_buffers.TensorDictMaxValu
         super().loads(path)
         self._ranked_writes = self._write_count
         self._take_over({})
-
-
-def check_ranks(writer: Writer, saved: dict[str, Any] | Path) -> None:
-    """Makes sure that a checkpoint has the ranks that a writer of this kind needs; else nothing.
-
-    Args:
-        writer (Writer): the writer of the buffer that will load it.
-        saved (dict or Path): the state of the writer that saved it, or the folder of its dump.
-
-    Raises:
-        ValueError: if it has none.
-    """
-    if isinstance(writer, torchrl_buffers.TensorDictMaxValueWriter):
-        if isinstance(saved, Path):
-            ranked = "rank_key" in json.loads((saved / "metadata.json").read_text())
-        else:
-            ranked = "_current_top_values" in saved
-        if not ranked:
-            raise ValueError(
-                "The checkpoint has no ranks: it was saved under another writer than the "
-                "TensorDictMaxValueWriter of this buffer."
-            )
