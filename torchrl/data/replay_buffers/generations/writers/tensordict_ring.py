@@ -39,7 +39,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
     _index_key = "index"
 
     def _index_entry(self, data: Any, index: Any) -> dict[str, torch.Tensor]:
-        if is_tensorclass(data) or not isinstance(data, TensorDictBase):
+        if not _has_room(data):
             return {}
         slots = torch.as_tensor(index)
         return {"index": slots if slots.ndim == data.ndim else expand_as_right(slots, data)}
@@ -49,12 +49,7 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
             data.set(key, value)
 
     def _check_labelled(self, data: Any, labels: bool) -> None:
-        if (
-            labels
-            and isinstance(data, TensorDictBase)
-            and not is_tensorclass(data)
-            and data.is_locked
-        ):
+        if labels and _has_room(data) and data.is_locked:
             raise ValueError(
                 "A write puts 'index' into the records: got locked ones. Give it an unlocked copy."
             )
@@ -71,3 +66,8 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, torchrl_buffers.TensorDictRou
         data.set("index", expand_as_right(slots, data))
         if GENERATION_KEY in data.keys():  # noqa: SIM118  a tensordict is no mapping
             data.set(GENERATION_KEY, expand_as_right(row_generations(table, slots), data))
+
+
+def _has_room(data: Any) -> bool:
+    """Whether slots can be written into records: a tensorclass has no room for more."""
+    return isinstance(data, TensorDictBase) and not is_tensorclass(data)
