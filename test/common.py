@@ -62,6 +62,22 @@ def ids(values: Any, **columns: Any) -> TensorDict:
     return TensorDict(data, [len(data["id"])])
 
 
+def audited(
+    rb: ReplayBuffer, late: TensorDict, priority: Any, conditional: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Updates a late sample; returns what was applied, and which of its records were there."""
+    with rb._table.lock:
+        there = rb.storage[:]["id"][late["index"]] == late["id"]
+        if conditional:
+            applied = rb.update_priority_if_present(
+                index=late["index"], generation=late["index_generation"], priority=priority
+            ).updated_mask
+        else:
+            rb.update_priority(late["index"], priority)
+            applied = torch.ones_like(there)
+    return applied, there
+
+
 def leaves(rb: ReplayBuffer) -> list[float]:
     """The values of the sum tree, slot by slot."""
     sampler = rb._priority_sampler

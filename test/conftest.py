@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import tempfile
@@ -22,3 +23,19 @@ def temporary_files_go_with_the_run(tmp_path_factory):
         del os.environ["TMPDIR"]
     else:
         os.environ["TMPDIR"] = before[0]
+
+
+@pytest.fixture(params=["state_dict", "dumps"])
+def checkpoint(request, tmp_path):
+    """Takes a checkpoint of a buffer; returns what loads it into a buffer."""
+    count = iter(range(1000))
+
+    def take(rb):
+        if request.param == "state_dict":
+            state = copy.deepcopy(rb.state_dict())
+            return lambda other: other.load_state_dict(state)
+        path = tmp_path / str(next(count))
+        rb.dumps(path)
+        return lambda other: other.loads(path)
+
+    return take

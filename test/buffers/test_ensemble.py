@@ -911,21 +911,6 @@ def test_a_hold_that_waited_while_a_member_moved_holds_the_new_storages_lock():
 # ------------------------------------------------------------------ checkpoints, copies, processes
 
 
-@pytest.fixture(params=["state_dict", "dumps"])
-def checkpoint(request, tmp_path):
-    count = iter(range(100))
-
-    def take(ens):
-        if request.param == "state_dict":
-            state = copy.deepcopy(ens.state_dict())
-            return lambda other: other.load_state_dict(state)
-        path = tmp_path / str(next(count))
-        ens.dumps(path)
-        return lambda other: other.loads(path)
-
-    return take
-
-
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_restore_brings_the_members_handles_and_priorities_back_and_no_others(

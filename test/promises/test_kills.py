@@ -205,7 +205,6 @@ RESTORE_FILES = {
     "stamping.py",
     "ring.py",
     "counters.py",
-    "values.py",
 }
 
 

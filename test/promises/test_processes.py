@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.multiprocessing
 import torchrl.data
-from common import CAPACITY, PER, Thread, buffer, ids, leaves, stamps, td_buffer
+from common import CAPACITY, PER, Thread, audited, buffer, ids, leaves, stamps, td_buffer
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, TensorStorage
 from torchrl.data.replay_buffers.generations import (
     TensorDictPrioritizedReplayBuffer,
@@ -201,16 +201,7 @@ def learn(rb, seconds, conditional=True):
         if len(batches) <= LATE:
             continue
         late = batches.popleft()
-        with rb._table.lock:
-            there = rb.storage[:]["id"][late["index"]] == late["id"]
-            priority = own_priority(late["id"])
-            if conditional:
-                applied = rb.update_priority_if_present(
-                    index=late["index"], generation=late["index_generation"], priority=priority
-                ).updated_mask
-            else:
-                rb.update_priority(late["index"], priority)
-                applied = torch.ones_like(there)
+        applied, there = audited(rb, late, own_priority(late["id"]), conditional)
         counts["applied"] += int(applied.sum())
         counts["misapplied"] += int((applied & ~there).sum())
         counts["stale"] += int((~applied).sum())

@@ -28,28 +28,11 @@ from torchrl.data.replay_buffers.generations import (
 )
 from torchrl.data.replay_buffers.generations.core import restore
 
-WAYS = ["state_dict", "dumps"]
 STORAGES = [LazyTensorStorage, LazyMemmapStorage]
 
 
 def update(rb, held, priority):
     return rb.update_priority_if_present(**held, priority=priority)
-
-
-@pytest.fixture(params=WAYS)
-def checkpoint(request, tmp_path):
-    """Takes a checkpoint of a buffer; returns what loads it into a buffer."""
-    count = iter(range(1000))
-
-    def take(rb):
-        if request.param == "state_dict":
-            state = copy.deepcopy(rb.state_dict())
-            return lambda other: other.load_state_dict(state)
-        path = tmp_path / str(next(count))
-        rb.dumps(path)
-        return lambda other: other.loads(path)
-
-    return take
 
 
 # ------------------------------------------------------------------ the restore rule

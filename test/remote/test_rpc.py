@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torchrl.data
-from common import CAPACITY, ids, leaves
+from common import CAPACITY, audited, ids, leaves
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, PrioritizedSampler
 from torchrl.data.replay_buffers.generations import (
@@ -210,16 +210,7 @@ def write(first_id, seconds):
 
 def update_audited(buffer, late, priority, conditional):
     """In the buffer's process: makes the update, and counts what landed on another record."""
-    rb = buffer.local_value()
-    with rb._table.lock:
-        there = rb.storage[:]["id"][late["index"]] == late["id"]
-        if conditional:
-            applied = rb.update_priority_if_present(
-                index=late["index"], generation=late["index_generation"], priority=priority
-            ).updated_mask
-        else:
-            rb.update_priority(late["index"], priority)
-            applied = torch.ones_like(there)
+    applied, there = audited(buffer.local_value(), late, priority, conditional)
     return int(applied.sum()), int((applied & ~there).sum()), int((~applied).sum())
 
 

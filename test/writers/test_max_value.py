@@ -345,20 +345,6 @@ def test_an_asynchronous_learner_gives_an_evicted_slot_the_default_priority(cls)
 # ------------------------------------------------------------------ checkpoints and copies
 
 
-@pytest.fixture(params=["state_dict", "dumps"])
-def checkpoint(request, tmp_path):
-    """Takes a checkpoint of a buffer; returns what loads it into a buffer."""
-
-    def take(rb):
-        if request.param == "state_dict":
-            state = copy.deepcopy(rb.state_dict())
-            return lambda other: other.load_state_dict(state)
-        rb.dumps(tmp_path / "dump")
-        return lambda other: other.loads(tmp_path / "dump")
-
-    return take
-
-
 @pytest.mark.parametrize("storage", [LazyTensorStorage, LazyMemmapStorage])
 def test_a_restore_brings_ranks_and_handles_back_and_no_others(storage, checkpoint):
     rb = best(storage=storage)
